@@ -64,12 +64,12 @@ def deal(group, send, recv, rows=None):
     return group.alltoall_base(out, x, recv, send, options(c10d.AllToAllOptions))
 
 
-def send(group, to, n=1):
-    return group.send([torch.ones(n)], to, 0).wait()
+def send(group, to, n=1, dtype=torch.float32):
+    return group.send([torch.ones(n, dtype=dtype)], to, 0).wait()
 
 
-def recv(group, frm, n=1):
-    return group.recv([torch.ones(n)], frm, 0).wait()
+def recv(group, frm, n=1, dtype=torch.float32):
+    return group.recv([torch.ones(n, dtype=dtype)], frm, 0).wait()
 
 
 def raised(world, *bodies):
@@ -142,6 +142,31 @@ def test_a_message_that_does_not_fit_is_refused_by_its_receiver(ranks):
     world = ranks(2)
     errors, took = raised(world, partial(send, to=1, n=4), partial(recv, frm=0, n=3))
     assert isinstance(errors[1], CollectiveMismatch) and "rank 0" in str(errors[1]).removeprefix("rank 1: ") and max(took) < AT_ONCE
+
+
+@pytest.mark.parametrize(("sent", "expected"), [((4, torch.float32), (4, torch.int32)), ((4, torch.float64), (8, torch.float32)),
+                                                ((3, torch.bfloat16), (3, torch.float16))], ids=str)
+def test_a_message_of_as_many_bytes_of_another_dtype_is_refused_also_one_that_came_early(ranks, sent, expected):
+    def later(group):
+        group.recv([torch.ones(1)], 0, 1).wait()   # the other message came before this one, and was put aside
+        recv(group, 0, *expected)
+
+    for early in (False, True):
+        def both(group, early=early):
+            works = [group.send([torch.ones(sent[0], dtype=sent[1])], 1, 0)]
+            works += [group.send([torch.ones(1)], 1, 1)] if early else []
+            [work.wait() for work in works]
+
+        errors, took = raised(ranks(2), both, later if early else partial(recv, frm=0, n=expected[0], dtype=expected[1]))
+        assert isinstance(errors[1], CollectiveMismatch) and "or another dtype, than its receiver expects" in str(errors[1])
+        assert max(took) < AT_ONCE
+
+
+def test_complex_numbers_and_the_pairs_that_torch_sends_of_them_are_one_dtype(ranks):
+    world, got = ranks(2), torch.zeros(2, 2, dtype=torch.float64)
+    works = [world.groups[0].send([torch.tensor([1 + 2j, 3 + 4j], dtype=torch.complex128)], 1, 0), world.groups[1].recv([got], 0, 0)]
+    [work.wait() for work in works]
+    assert got.tolist() == [[1, 2], [3, 4]]
 
 
 def test_a_new_group_of_the_same_ranks_works_after_a_mismatch(ranks):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rankloom as rl
-from rankloom.base.errors import CollectiveTimeout, ConfigError, NotContiguous, RankLost, ShapeMismatch
+from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, NotContiguous, RankLost, ShapeMismatch
 
 P = 3
 CALLS = {
@@ -43,6 +43,19 @@ def test_results_and_account_are_those_of_the_long_way(name, shape):
 
     for (mine, charged), (reference, expected) in zip(*(rl.simulate(P, body, backend="rankloom") for body in (short, long))):
         assert torch.equal(mine, reference) and mine.shape == reference.shape and charged == expected
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_message_of_as_many_bytes_of_another_dtype_is_refused(exchanged):
+    def body(world):
+        other = 1 - world.rank
+        x, into = torch.ones(6), torch.zeros(6, dtype=torch.int32)
+        if exchanged:
+            return world.exchange(x, other, into, other)
+        return world.send(x, 1) if world.rank == 0 else world.recv(into, 0)
+
+    with pytest.raises(CollectiveMismatch, match="or another dtype, than its receiver expects; compare sizes and dtypes on both sides"):
+        rl.simulate(2, body, backend="rankloom")
 
 
 @pytest.mark.parametrize("name", [*CALLS, "recv"])

@@ -89,7 +89,7 @@ def test_nothing_can_be_read_off_a_ring_before_it_is_there(read):
     assert segment.verdict_of_the_other(lambda link: message(link, 1, 1 << 22)) == DAMAGED
 
 
-@pytest.mark.parametrize("nbytes", [(1 << 64) - 8, (1 << 64) - 40, 1 << 63])
+@pytest.mark.parametrize("nbytes", [(1 << 64) - 8, (1 << 64) - 40, 1 << 63, (1 << 56) - 8, 12 << 56])
 def test_no_message_is_larger_than_memory(nbytes):
     segment = Segment()
     ring = segment.ring(0, 1)

@@ -429,7 +429,7 @@ def test_a_message_that_its_sender_forgets_arrives_as_it_was_then(ranks):
 def test_a_rank_that_leaves_sends_first_what_it_has_promised(ranks, monkeypatch):
     monkeypatch.setattr(wire, "LINGER", AT_ONCE)
     world = ranks("ab")
-    work = world.groups[0].send([torch.ones(16 * LARGE)], 1)
+    work = world.groups[0].send([torch.ones(16 * LARGE).view(torch.uint8)], 1)
     assert not work.is_completed(), "it is more than a connection holds"
     world.groups[0].shutdown()
     assert receive(world.groups[1], 64 * LARGE, 0).view(torch.float32).eq(1).all()

@@ -137,13 +137,16 @@ def test_the_memory_of_a_message_serves_the_next_once_it_was_received_and_not_be
     assert few < 4 and many == 5
 
 
-def test_a_message_of_another_length_is_refused_by_its_receiver_and_the_next_one_arrives(pair):
+def test_a_message_of_another_length_or_dtype_is_refused_by_its_receiver_and_the_next_one_arrives(pair):
     def body(group, rank):
         if rank == 0:
             group.send([torch.ones(4)], 1).wait()
+            group.send([torch.ones(5, dtype=torch.int32)], 1).wait()
             return group.send([torch.full((5,), 2.0)], 1).wait()
         x = torch.zeros(5)
         with pytest.raises(CollectiveMismatch, match="rank 1: recv .*rank 0 sends 16 bytes, but 20 are expected"):
+            group.recv([x], 0).wait()
+        with pytest.raises(CollectiveMismatch, match="sends 20 bytes, but 20 are expected, or another dtype"):
             group.recv([x], 0).wait()
         assert not x.any()
         group.recv([x], 0).wait()

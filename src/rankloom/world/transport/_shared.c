@@ -95,7 +95,12 @@ typedef struct {
     _Alignas(LINE) char bytes[];
 } Ring;
 
-typedef struct { int64_t tag; uint64_t nbytes; } Envelope;
+/* The size of a message: its bytes, and in the highest byte its number type, so that one comparison finds both. */
+enum { NUMBER_AT = 56 };
+static uint64_t bytes_of(uint64_t size) { return size & ((UINT64_C(1) << NUMBER_AT) - 1); }
+static int is_possible(uint64_t size) { return size >> NUMBER_AT < 12 && bytes_of(size) < UINT64_C(1) << 48; }   /* of addresses */
+
+typedef struct { int64_t tag; uint64_t size; } Envelope;
 
 /* ------------------------------------------------------------------ what this process knows */
 
@@ -111,7 +116,7 @@ typedef struct Op {
 
 typedef struct Message {
     struct Message *next;
-    uint64_t nbytes, moved;
+    uint64_t nbytes, moved, size;
     int64_t tag;
     int peer, sending, started, orphan;   /* peer -1: any rank, until a message has come */
     _Atomic int done;
@@ -1009,7 +1014,7 @@ static int push(Link *l, Message *m)
     if (there > size)
         return !break_group(l, m->peer, DAMAGED);
     if (!m->started && room >= sizeof(Envelope)) {
-        Envelope head = {m->tag, m->nbytes};
+        Envelope head = {m->tag, m->size};
         copy_in(&l->to[m->peer], ring, size, written, (char *)&head, sizeof head);
         written += sizeof head;
         room -= sizeof head;
@@ -1044,7 +1049,7 @@ static Message *receiver(Link *l, int peer, int64_t tag, int *others)
 
 static int accept_message(Link *l, int peer, const Envelope *head, Message *m)
 {
-    if (m->nbytes != head->nbytes)
+    if (m->size != head->size)
         return break_group(l, peer, WRONG_LENGTH);
     m->peer = peer;
     m->started = 1;
@@ -1089,13 +1094,13 @@ static int open_envelope(Link *l, int peer, Ring *ring, uint64_t size, uint64_t 
         return 0;
     if (in->message && accept_message(l, peer, &in->head, in->message))
         return 0;
-    if (!in->message && in->head.nbytes > PTRDIFF_MAX - sizeof(Early))
+    if (!in->message && !is_possible(in->head.size))
         return !break_group(l, peer, DAMAGED);
     if (!in->message) {
         Early **end = &l->early;
         while (*end)
             end = &(*end)->next;
-        if (!(*end = in->early = calloc(1, sizeof(Early) + in->head.nbytes)))
+        if (!(*end = in->early = calloc(1, sizeof(Early) + bytes_of(in->head.size))))
             return 0;
         in->early->peer = peer;
         in->early->head = in->head;
@@ -1115,11 +1120,11 @@ static int pull(Link *l, int peer)
     if (written - read > size)
         return !break_group(l, peer, DAMAGED);
     while (in->busy || open_envelope(l, peer, ring, size, &read, written - read)) {
-        uint64_t n = part(in->head.nbytes, in->moved, part(written - read, 0, PIECE));
+        uint64_t n = part(bytes_of(in->head.size), in->moved, part(written - read, 0, PIECE));
         copy_out(ring, size, read, (in->message ? in->message->at : in->early->bytes) + in->moved, n);
         read += n;
         in->moved += n;
-        if (in->moved < in->head.nbytes)
+        if (in->moved < bytes_of(in->head.size))
             break;
         in->busy = 0;
         if (in->message)
@@ -1171,6 +1176,7 @@ static int move_messages(Link *l)
 
 static void add_message(Link *l, Message *m)
 {
+    m->nbytes = bytes_of(m->size);
     Message **end = &l->messages;
     while (*end)
         end = &(*end)->next;
@@ -1401,13 +1407,13 @@ static PyObject *link_finished(Link *l, PyObject *Py_UNUSED(none)) { return PyLo
 /* Whether the other end of a message is one of the ranks, or for a receive -1. */
 static int is_peer(Link *l, const Message *m) { return is_in(m->peer, m->sending ? 0 : -1, l->ranks - 1, "the other end of a message"); }
 
-/* message(sending, address, nbytes, peer, tag, timeout) -> the other rank, or -why */
+/* message(sending, address, size, peer, tag, timeout) -> the other rank, or -why */
 static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(6);
     if (is_forked(l))
         return PyLong_FromLong(-FORKED);
-    Message m = {.sending = (int)NUMBER(0), .at = ADDRESS(1), .nbytes = (uint64_t)NUMBER(2), .peer = (int)NUMBER(3), .tag = NUMBER(4)};
+    Message m = {.sending = (int)NUMBER(0), .at = ADDRESS(1), .size = (uint64_t)NUMBER(2), .peer = (int)NUMBER(3), .tag = NUMBER(4)};
     double timeout = SECONDS(5);
     if (!is_peer(l, &m))
         return NULL;
@@ -1423,13 +1429,13 @@ static PyObject *link_message(Link *l, PyObject *const *args, Py_ssize_t n)
     return answer(why ? -why : m.peer);
 }
 
-/* exchange(address, nbytes, to, address, nbytes, from, tag, timeout) -> why: send one, receive another, in any order */
+/* exchange(address, size, to, address, size, from, tag, timeout) -> why: send one, receive another, in any order */
 static PyObject *link_exchange(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(8);
     USABLE(l);
-    Message out = {.sending = 1, .at = ADDRESS(0), .nbytes = (uint64_t)NUMBER(1), .peer = (int)NUMBER(2), .tag = NUMBER(6)};
-    Message in = {.at = ADDRESS(3), .nbytes = (uint64_t)NUMBER(4), .peer = (int)NUMBER(5), .tag = NUMBER(6)};
+    Message out = {.sending = 1, .at = ADDRESS(0), .size = (uint64_t)NUMBER(1), .peer = (int)NUMBER(2), .tag = NUMBER(6)};
+    Message in = {.at = ADDRESS(3), .size = (uint64_t)NUMBER(4), .peer = (int)NUMBER(5), .tag = NUMBER(6)};
     double timeout = SECONDS(7);
     if (!is_peer(l, &out) || !is_peer(l, &in))
         return NULL;
@@ -1465,11 +1471,11 @@ static void unlock_post(Link *l, PyThreadState *state)
         PyEval_RestoreThread(state);
 }
 
-/* post(sending, address, nbytes, peer, tag) -> handle; 0 in a forked child */
+/* post(sending, address, size, peer, tag) -> handle; 0 in a forked child */
 static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
 {
     CHECKED(5);
-    Message asked = {.sending = (int)NUMBER(0), .at = ADDRESS(1), .nbytes = (uint64_t)NUMBER(2), .peer = (int)NUMBER(3), .tag = NUMBER(4)};
+    Message asked = {.sending = (int)NUMBER(0), .at = ADDRESS(1), .size = (uint64_t)NUMBER(2), .peer = (int)NUMBER(3), .tag = NUMBER(4)};
     if (!is_peer(l, &asked))
         return NULL;
     if (is_forked(l))

@@ -14,7 +14,7 @@ from rankloom.base.cost import all_reduce_bill
 from rankloom.world.ledger import Ledger
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, SUM
-from rankloom.world.transport.operands import NUMBERS, expects_gradient, is_lazy, is_tag
+from rankloom.world.transport.operands import NUMBERS, SIZE_TYPE, expects_gradient, is_tag
 
 
 class AtOnce:
@@ -90,7 +90,7 @@ class AtOnce:
         address, nbytes = x.data_ptr(), x.nbytes
         if nbytes and not address:
             return False
-        if (sender := self._message(1, address, nbytes, to, tag, self._channel.timeout)) < 0:
+        if (sender := self._message(1, address, nbytes | SIZE_TYPE[x.dtype], to, tag, self._channel.timeout)) < 0:
             raise self._channel.explain(-sender, label or "send", peers=(to,))
         self._ledger.enter(nbytes, 1)
         return True
@@ -102,7 +102,7 @@ class AtOnce:
         address, nbytes = into.data_ptr(), into.nbytes
         if nbytes and not address:
             return False
-        if (sender := self._message(0, address, nbytes, frm, tag, self._channel.timeout)) < 0:
+        if (sender := self._message(0, address, nbytes | SIZE_TYPE[into.dtype], frm, tag, self._channel.timeout)) < 0:
             raise self._channel.explain(-sender, label or "recv", peers=(frm,))
         return True
 
@@ -114,14 +114,15 @@ class AtOnce:
         source, nbytes, target, room = out.data_ptr(), out.nbytes, into.data_ptr(), into.nbytes
         if (source < target + room and target < source + nbytes) or (nbytes and not source) or (room and not target):
             return False
-        if why := self._exchange(source, nbytes, to, target, room, frm, tag, self._channel.timeout):
+        sizes = nbytes | SIZE_TYPE[out.dtype], room | SIZE_TYPE[into.dtype]
+        if why := self._exchange(source, sizes[0], to, target, sizes[1], frm, tag, self._channel.timeout):
             raise self._channel.explain(why, label or "exchange", peers=(frm, to))
         self._ledger.enter(nbytes, 1)
         return True
 
 
 def _is_plain(x: Tensor) -> bool:
-    return x.is_cpu and x.is_contiguous() and not is_lazy(x)
+    return x.is_cpu and x.is_contiguous() and not (x.is_conj() or x.is_neg())   # `is_lazy`, without the call
 
 
 def _shaped(x: Tensor, out: Tensor | None, shape: Sequence[int]) -> Tensor | None:

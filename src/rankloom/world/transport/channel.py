@@ -132,8 +132,8 @@ class Channel:
         if why in reasons:
             return RankLost(f"{self.where(label)} {reasons[why]}")
         if why == WRONG_LENGTH:
-            return CollectiveMismatch(f"{self.where(label)}: {who} sends another number of bytes than its receiver expects; "
-                                      "compare sizes and dtypes on both sides")
+            return CollectiveMismatch(f"{self.where(label)}: {who} sends another number of bytes, or another dtype, than its "
+                                      "receiver expects; compare sizes and dtypes on both sides")
         assert why == FORKED, f"the kernel gave an unknown reason {why}"
         return ConfigError(f"{self.where(label)}: this process was forked from one that owns the group; build groups after the fork")
 

@@ -5,3 +5,9 @@ ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
 FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED, DAMAGED = range(10)
 ANYONE = -1   # a receive from any rank, whichever sends first
+NUMBER_AT = 56   # the size of a message is its bytes, and from this bit on its number type, so that one comparison finds both
+
+
+def bytes_of(size: int) -> int:
+    """Of the size of a message: its number of bytes."""
+    return size & (1 << NUMBER_AT) - 1

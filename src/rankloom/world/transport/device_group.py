@@ -96,7 +96,7 @@ class DeviceGroup(SharedMemoryGroup):
             operands.expect_rank(peer, self.size(), self._where(label))
         inside = self._device.memory(flat.data_ptr(), flat.nbytes)
         if sending:
-            return self._work(self._parcels.send(inside, peer, tag), [x], [flat], waits=False)
+            return self._work(self._parcels.send(inside, flat.nbytes | operands.SIZE_TYPE[x.dtype], peer, tag), [x], [flat], waits=False)
         work = Receiving(self, x, flat, inside, back)
         work.peers = (peer,)
         work.handle = self.channel.link.post(0, work.note.ctypes.data, NOTE, peer, tag)
@@ -147,6 +147,7 @@ class Receiving(PendingMessage):
         super().__init__(group.channel, group._herald, "recv", [x], [flat], [self._take])
         self.note = np.zeros(NOTE, np.uint8)
         self._parcels, self._device, self._inside, self._back = group._parcels, group._device, inside, back
+        self._size = flat.nbytes | operands.SIZE_TYPE[x.dtype]
         self._place = group._device.caller()   # the thread that waits for the message may use another stream than the caller
         self._ending: Ending | None = None
 
@@ -168,7 +169,7 @@ class Receiving(PendingMessage):
         return future
 
     def _take(self) -> None:
-        self._ending = self._parcels.take(self.note, self._inside, self._source, self._place, self._back)
+        self._ending = self._parcels.take(self.note, self._inside, self._size, self._source, place=self._place, finish=self._back)
         self._device.keep([*listed_tensors([self._result, self._keep])])   # the caller may never wait
 
 

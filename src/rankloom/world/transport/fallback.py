@@ -211,14 +211,14 @@ class Link(Exchanges):
         return self._turns.finished
 
     @unless_forked(-FORKED, waits=True)
-    def message(self, sending: int, address: int, nbytes: int, peer: int, tag: int, timeout: float) -> int:
+    def message(self, sending: int, address: int, size: int, peer: int, tag: int, timeout: float) -> int:
         """Send or receive now -> the other rank, or -why. peer -1: receive from any rank."""
-        return self._post.message(sending, address, nbytes, peer, tag, timeout)
+        return self._post.message(sending, address, size, peer, tag, timeout)
 
     @unless_forked(0)
-    def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
+    def post(self, sending: int, address: int, size: int, peer: int, tag: int) -> int:
         """Start to send or receive in the background -> handle; 0 in a forked child. The memory must stay until it has settled."""
-        return self._post.post(sending, address, nbytes, peer, tag)
+        return self._post.post(sending, address, size, peer, tag)
 
     @unless_forked(-FORKED, waits=True)
     def settle(self, handle: int, seconds: float) -> int:

@@ -1,6 +1,6 @@
 """Messages between two ranks when the kernel is in Python. Read fallback.py first.
 
-A message goes over a ring buffer, one for each sender and receiver: an envelope (tag, length), then its bytes, as space
+A message goes over a ring buffer, one for each sender and receiver: an envelope (tag, size), then its bytes, as space
 becomes free. Messages of one sender arrive in order; those of one tag are also received in order. A message that nobody has asked
 for stays in the ring, unless one after it is waited for: then it is put aside, as an early one.
 
@@ -15,18 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from rankloom.world.transport.codes import ANYONE, LOST, TIMED_OUT, WRONG_LENGTH
+from rankloom.world.transport.codes import ANYONE, LOST, TIMED_OUT, WRONG_LENGTH, bytes_of
 from rankloom.world.transport.fallback_peers import Peers, memory_at, naps
 
-ENVELOPE = 16   # bytes: tag and length
+ENVELOPE = 16   # bytes: tag and size
 
 
 @dataclass(eq=False)
 class Message:
-    """One message as its sender or its receiver sees it. `peer` is ANYONE until a message has come."""
+    """One message as its sender or its receiver sees it. `peer` is ANYONE until a message has come; `size`: see codes.py."""
 
     sending: bool
     bytes: np.ndarray
+    size: int
     peer: int
     tag: int
     started: bool = False
@@ -48,11 +49,11 @@ class Exchanges:
     break_off: Any
 
     def exchange(self, *both: Any) -> int:
-        """Send one message while receiving another -> why, or 0. (address, nbytes, to, address, nbytes, from, tag, timeout)"""
-        out, out_bytes, to, into, in_bytes, frm, tag, timeout = both
-        handle = self.post(0, into, in_bytes, frm, tag)
+        """Send one message while receiving another -> why, or 0. (address, size, to, address, size, from, tag, timeout)"""
+        out, out_size, to, into, in_size, frm, tag, timeout = both
+        handle = self.post(0, into, in_size, frm, tag)
         try:
-            sent = self.message(1, out, out_bytes, to, tag, timeout)
+            sent = self.message(1, out, out_size, to, tag, timeout)
             got = self.settle(handle, timeout) if sent >= 0 else sent
             if got == -TIMED_OUT:   # otherwise the posted receive would go on
                 self.break_off(frm, TIMED_OUT)
@@ -75,18 +76,18 @@ class Post:
         self._news = threading.Event()
         self._carrier: threading.Thread | None = None
 
-    def message(self, sending: int, address: int, nbytes: int, peer: int, tag: int, timeout: float) -> int:
+    def message(self, sending: int, address: int, size: int, peer: int, tag: int, timeout: float) -> int:
         """Send or receive now. Returns the other rank, or -why."""
-        m = self._add(sending, address, nbytes, peer, tag)
+        m = self._add(sending, address, size, peer, tag)
         try:
             return self._deliver(m, timeout, breaks=True)
         finally:
             self._withdraw(m)
 
-    def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
+    def post(self, sending: int, address: int, size: int, peer: int, tag: int) -> int:
         """Send or receive in the background. Returns a handle; the memory must stay until it has settled."""
         handle = next(self._numbers)
-        m = self.posted[handle] = self._add(sending, address, nbytes, peer, tag)
+        m = self.posted[handle] = self._add(sending, address, size, peer, tag)
         self._move()   # a small one is sent here and now
         with self._lock:
             if self._carrier is None and not self.peers.closing and not m.done:
@@ -105,8 +106,8 @@ class Post:
         if self._carrier and self._carrier is not threading.current_thread():
             self._carrier.join()
 
-    def _add(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> Message:
-        m = Message(bool(sending), memory_at(address, nbytes), peer, tag)
+    def _add(self, sending: int, address: int, size: int, peer: int, tag: int) -> Message:
+        m = Message(bool(sending), memory_at(address, bytes_of(size)), size, peer, tag)
         with self._lock:
             self._messages.append(m)
         return m
@@ -167,7 +168,7 @@ class Post:
         free = begin + ring.size - (begin - int(memory.read[way]))   # where the free space ends
         at = begin
         if not m.started and free - at >= ENVELOPE:
-            at = _put(ring, at, np.array([m.tag, m.bytes.size]).view(np.uint8))
+            at = _put(ring, at, np.array([m.tag, m.size]).view(np.uint8))
             m.started = True
         if m.started:
             piece = m.bytes[m.moved:m.moved + free - at]
@@ -182,8 +183,8 @@ class Post:
         ring, begin, end = memory.rings[way], int(memory.read[way]), int(memory.written[way])
         at = begin
         if peer not in self._incoming and end - at >= ENVELOPE:
-            tag, nbytes = _get(ring, at, ENVELOPE).view(np.int64).tolist()
-            if m := self._addressee(peer, tag, nbytes):
+            tag, size = _get(ring, at, ENVELOPE).view(np.int64).tolist()
+            if m := self._addressee(peer, tag, size):
                 self._incoming[peer], at = m, at + ENVELOPE
         if m := self._incoming.get(peer):
             piece = _get(ring, at, min(end - at, m.bytes.size - m.moved))
@@ -194,19 +195,19 @@ class Post:
                 del self._incoming[peer]
         return at != begin
 
-    def _addressee(self, peer: int, tag: int, nbytes: int) -> Message | None:
+    def _addressee(self, peer: int, tag: int, size: int) -> Message | None:
         """The receive that gets the next message of a ring, by its tag; else one put aside, if receives wait for later messages."""
         waiting = [m for m in self._messages if not m.sending and not m.started and m.peer in (peer, ANYONE)]
         for m in waiting:
             if m.tag == tag:
-                return m if self._begin(m, peer, nbytes) else None
+                return m if self._begin(m, peer, size) else None
         if not waiting:
             return None
-        self._early.append(Message(False, np.empty(nbytes, np.uint8), peer, tag, started=True))
+        self._early.append(Message(False, np.empty(bytes_of(size), np.uint8), size, peer, tag, started=True))
         return self._early[-1]
 
-    def _begin(self, m: Message, peer: int, nbytes: int) -> bool:
-        if m.bytes.size != nbytes:
+    def _begin(self, m: Message, peer: int, size: int) -> bool:
+        if m.size != size:
             self.peers.break_group(peer, WRONG_LENGTH)
             return False
         m.peer, m.started = peer, True
@@ -215,7 +216,7 @@ class Post:
     def _take_early(self, m: Message) -> None:
         for early in self._early:
             if not m.started and early.done and early.tag == m.tag and m.peer in (early.peer, ANYONE):
-                if self._begin(m, early.peer, early.bytes.size):
+                if self._begin(m, early.peer, early.size):
                     m.bytes[:], m.moved = early.bytes, m.bytes.size
                     self._early.remove(early)
                 return

@@ -19,7 +19,7 @@ from rankloom.world.transport.address import own_address
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.call import Call, read_call
 from rankloom.world.transport.channel import Channel
-from rankloom.world.transport.codes import ABORTED, BARRIER, FINE, FORKED, LEFT, LOST
+from rankloom.world.transport.codes import ABORTED, BARRIER, FINE, FORKED, LEFT, LOST, bytes_of
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.fallback_messages import Exchanges
 from rankloom.world.transport.fallback_peers import memory_at
@@ -105,20 +105,20 @@ class HostsLink(Exchanges):
         """The last ticket that has ended."""
         return self._turns.finished
 
-    def message(self, sending: int, address: int, nbytes: int, peer: int, tag: int, timeout: float) -> int:
+    def message(self, sending: int, address: int, size: int, peer: int, tag: int, timeout: float) -> int:
         """Send or receive now -> the other rank, or -why. peer -1: receive from any rank."""
-        m = self._begin(sending, address, nbytes, peer, tag)
+        m = self._begin(sending, address, size, peer, tag)
         try:
             return self._until_done(m, timeout, breaks=True)
         finally:
             self._wire.drop([m])
 
-    def post(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> int:
+    def post(self, sending: int, address: int, size: int, peer: int, tag: int) -> int:
         """Start to send or receive -> handle; 0 in a forked child. The memory must stay until the message has settled, or was dropped."""
         if self._wire.why() == FORKED:
             return 0
         handle = next(self._handles)
-        self._posted[handle] = self._begin(sending, address, nbytes, peer, tag)
+        self._posted[handle] = self._begin(sending, address, size, peer, tag)
         return handle
 
     def settle(self, handle: int, seconds: float) -> int:
@@ -165,9 +165,9 @@ class HostsLink(Exchanges):
         told, now = self._wire.ask_around(), self._wire.last_call[0]
         return [tuple(told[rank][1:]) if rank in told and told[rank][0] >= now else None for rank in range(self._size)]
 
-    def _begin(self, sending: int, address: int, nbytes: int, peer: int, tag: int) -> Message:
-        data = memory_at(address, nbytes).data
-        return self._wire.send(MESSAGE, peer, tag, data) if sending else self._wire.receive(MESSAGE, peer, tag, data)
+    def _begin(self, sending: int, address: int, size: int, peer: int, tag: int) -> Message:
+        data = memory_at(address, bytes_of(size)).data
+        return (self._wire.send if sending else self._wire.receive)(MESSAGE, peer, tag, data, size)
 
     def _until_done(self, m: Message, seconds: float, *, breaks: bool) -> int:
         with self._wire.breaking_when_interrupted():

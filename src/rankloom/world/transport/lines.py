@@ -1,6 +1,6 @@
 """One TCP connection between two ranks, and which receive gets each of its messages.
 
-A message is a header (kind, tag, length) and its bytes. Messages of one sender arrive in order; a receive gets the first of
+A message is a header (kind, tag, size) and its bytes. Messages of one sender arrive in order; a receive gets the first of
 its kind and tag that no other receive has. A message that nobody has asked for yet is put aside.
 Nothing here waits, or locks against other threads: wire.py does.
 """
@@ -16,10 +16,10 @@ from itertools import islice
 
 import numpy as np
 
-from rankloom.world.transport.codes import ANYONE
+from rankloom.world.transport.codes import ANYONE, bytes_of
 
 AT_ONCE = 8                    # messages that are sent with one system call
-HEAD = struct.Struct("<qqq")   # kind, tag, bytes
+HEAD = struct.Struct("<qqq")   # kind, tag, size
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +30,7 @@ class Message:
     peer: int
     tag: int
     data: memoryview
+    size: int                        # the same at both ends: see codes.py
     moved: int = 0                   # the sender also counts the header
     done: bool = False
     heir: "Message | None" = None    # the receive that gets this message, if it was put aside
@@ -41,7 +42,7 @@ class Message:
     def to_send(self) -> list[bytes | memoryview]:
         """The parts that its sender has not sent yet."""
         if self.moved < HEAD.size:
-            return [HEAD.pack(self.kind, self.tag, self.data.nbytes)[self.moved:], self.data]
+            return [HEAD.pack(self.kind, self.tag, self.size)[self.moved:], self.data]
         return [self.data[self.moved - HEAD.size:]]
 
     def advance(self, count: int) -> int:
@@ -85,7 +86,7 @@ class Line:
     def pull(self, open_message: Callable[[int, int, int], Message]) -> Message | None:
         """Read once. Returns a message when it is complete.
 
-        open_message: returns the message to read into, for a kind, tag and length
+        open_message: returns the message to read into, for a kind, tag and size
         raises:       BlockingIOError when there is no more now, OSError when the connection has ended
         """
         if self.incoming is None:
@@ -138,25 +139,25 @@ class Mailbox:
         self.receives.append(m)
         return None
 
-    def open(self, kind: int, peer: int, tag: int, nbytes: int) -> Message | None:
-        """The message to read into when one begins: the receive that waits for it, else one put aside. None: the length does not fit."""
+    def open(self, kind: int, peer: int, tag: int, size: int) -> Message | None:
+        """The message to read into when one begins: the receive that waits for it, else one put aside. None: the size does not fit."""
         for m in self.receives:
             if m.matches(kind, peer, tag):
                 self.receives.remove(m)
                 m.peer = peer
-                return m if m.data.nbytes == nbytes else None
-        self.unasked += nbytes
-        self.aside.append(Message(kind, peer, tag, np.empty(nbytes, np.uint8).data))
+                return m if m.size == size else None
+        self.unasked += bytes_of(size)
+        self.aside.append(Message(kind, peer, tag, np.empty(bytes_of(size), np.uint8).data, size))
         return self.aside[-1]
 
     def hand_over(self, early: Message) -> bool:
-        """Copy a message that was put aside to its receive, if it is complete and has one. False: the length does not fit."""
+        """Copy a message that was put aside to its receive, if it is complete and has one. False: the size does not fit."""
         heir = early.heir
         if heir is None or not early.done:
             return True
         self.aside.remove(early)
         self.awaited.discard(heir)
-        if heir.data.nbytes != early.data.nbytes:
+        if heir.size != early.size:
             return False
         heir.data[:] = early.data
         heir.done = True

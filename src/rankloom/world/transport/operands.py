@@ -15,17 +15,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, NotContiguous, ShapeMismatch
-from rankloom.world.transport.codes import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from rankloom.world.transport.codes import AVG, BAND, BOR, BXOR, MAX, MIN, NUMBER_AT, PRODUCT, SUM
 
 NUMBERS = {dtype: code for code, dtype in enumerate((
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.uint16,
     torch.int32, torch.uint32, torch.int64, torch.uint64))}
 BYTES = NUMBERS[torch.uint8]
+_OF_PAIRS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}   # torch may send pairs
+_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+SIZE_TYPE = {dtype: NUMBERS.get(_OF_PAIRS.get(dtype, dtype), BYTES) << NUMBER_AT for dtype in _DTYPES}
+"""For the size of a message (codes.py): what stands for its dtype."""
 _Op: Any = dist.ReduceOp.RedOpType
 OPS = {_Op.SUM: SUM, _Op.AVG: AVG, _Op.PRODUCT: PRODUCT, _Op.MIN: MIN, _Op.MAX: MAX, _Op.BAND: BAND, _Op.BOR: BOR, _Op.BXOR: BXOR}
 REDUCTIONS = {"mean": _Op.SUM, "sum": _Op.SUM, "max": _Op.MAX, "min": _Op.MIN, "product": _Op.PRODUCT}   # a mean: see `reduction`
 _BITWISE = (_Op.BAND, _Op.BOR, _Op.BXOR)
-_FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)}
+_FLOAT8 = {dtype for dtype in _DTYPES if str(dtype).startswith("torch.float8_")}
 _OF_BOOL = {_Op.SUM: _Op.MAX, _Op.PRODUCT: _Op.MIN}
 
 Finish = Callable[[], object]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rankloom.base.errors import CollectiveMismatch
 from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.codes import bytes_of
 from rankloom.world.transport.device import Device, Ending, Flags
 from rankloom.world.transport.operands import Finish
 
@@ -47,8 +48,8 @@ class Parcels:
         self._theirs: dict[tuple[int, int], _Parcel] = {}   # by sender and number
         self._letters: list[tuple[int, np.ndarray]] = []    # host messages in flight, and their memory
 
-    def send(self, x: Tensor, peer: int, tag: int) -> Ending:
-        """Submit the sending of some bytes. Returns the place in the queue after which they may change."""
+    def send(self, x: Tensor, size: int, peer: int, tag: int) -> Ending:
+        """Submit the sending of some bytes. Returns the place in the queue after which they may change. size: see codes.py"""
         device = self._device
         with self._lock, device.behind(device.caller()):
             parcel = self._empty_parcel(len(x))
@@ -61,29 +62,30 @@ class Parcels:
             self._flags.add(peer, parcel.emptied)
             letter = np.zeros(1, np.uint8)
             parcel.receipt = self._channel.link.post(0, letter.ctypes.data, 1, peer, RECEIPTS - parcel.number), letter
-            note = [len(x), parcel.number, parcel.uses, HEADER + len(parcel.bytes), parcel.handle]
+            note = [size, parcel.number, parcel.uses, HEADER + len(parcel.bytes), parcel.handle]
             self._send_letter(np.frombuffer(json.dumps(note).encode().ljust(NOTE, b"\0"), np.uint8), peer, tag)
         return ending
 
-    def take(self, note: np.ndarray, into: Tensor, sender: int, place: Ending, finish: Finish | None) -> Ending:
+    def take(self, note: np.ndarray, into: Tensor, size: int, sender: int, *, place: Ending, finish: Finish | None) -> Ending:
         """Submit the receiving of the message whose note has come. Returns the place in the queue after which it is there.
 
+        size:   of the message that is expected, see codes.py
         place:  the place after which `into` may be written to
-        raises: CollectiveMismatch if the message has another length; it is lost then
+        raises: CollectiveMismatch if the message has another size; it is lost then
         """
-        nbytes, number, uses, size, handle = json.loads(bytes(note).rstrip(b"\0"))
-        device, fits = self._device, nbytes == len(into)
+        sent, number, uses, room, handle = json.loads(bytes(note).rstrip(b"\0"))
+        device, fits = self._device, sent == size
         with self._lock, device.behind(place):
-            parcel = self._their_parcel(sender, number, size, handle)
+            parcel = self._their_parcel(sender, number, room, handle)
             device.follow(parcel.filled, uses)
-            for work in (partial(into.copy_, parcel.bytes[:nbytes]), finish) if fits else ():
+            for work in (partial(into.copy_, parcel.bytes[: len(into)]), finish) if fits else ():
                 device.run(work) if work else None
             device.mark(parcel.emptied, uses)
             ending = device.end()
             self._send_letter(np.zeros(1, np.uint8), sender, RECEIPTS - number)
         if not fits:
-            raise CollectiveMismatch(f"{self._channel.where('recv')}: rank {self._channel.ranks[sender]} sends {nbytes} bytes, but "
-                                     f"{len(into)} are expected; compare sizes and dtypes on both sides")
+            raise CollectiveMismatch(f"{self._channel.where('recv')}: rank {self._channel.ranks[sender]} sends {bytes_of(sent)} bytes, but "
+                                     f"{len(into)} are expected, or another dtype; compare sizes and dtypes on both sides")
         return ending
 
     def _empty_parcel(self, nbytes: int) -> _Parcel:

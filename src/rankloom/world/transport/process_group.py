@@ -324,7 +324,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
             raise operands.misplaced(x, self._where(label))
         work = PendingMessage(self.channel, self._herald, label, [x], [flat], [back] if back else [])
         work.peers = (peer,)
-        work.handle = self.channel.link.post(sending, flat.data_ptr(), flat.nbytes, peer, tag)
+        work.handle = self.channel.link.post(sending, flat.data_ptr(), flat.nbytes | operands.SIZE_TYPE[x.dtype], peer, tag)
         return self._remember(work, work.handle)
 
     # ------------------------------------------------------------------ groups of groups

@@ -53,9 +53,9 @@ class Wire:
 
     # ------------------------------------------------------------------ messages
 
-    def send(self, kind: int, peer: int, tag: int, data: memoryview) -> Message:
-        """Start to send `data`, which must not change until the message is done."""
-        m = Message(kind, peer, tag, data)
+    def send(self, kind: int, peer: int, tag: int, data: memoryview, size: int | None = None) -> Message:
+        """Start to send `data`, which must not change until the message is done. size: of both ends; left out, its bytes (codes.py)"""
+        m = Message(kind, peer, tag, data, data.nbytes if size is None else size)
         with self.changed:
             if peer == self.rank:
                 self._send_to_myself(m)
@@ -63,9 +63,9 @@ class Wire:
                 self._put(self._lines[peer], m)
         return m
 
-    def receive(self, kind: int, peer: int, tag: int, into: memoryview) -> Message:
-        """Start to receive from `peer`, or from ANYONE."""
-        m = Message(kind, peer, tag, into)
+    def receive(self, kind: int, peer: int, tag: int, into: memoryview, size: int | None = None) -> Message:
+        """Start to receive from `peer`, or from ANYONE. size: as for `send`"""
+        m = Message(kind, peer, tag, into, into.nbytes if size is None else size)
         with self.changed:
             if early := self._mailbox.ask(m):
                 self._hand_over(early)
@@ -278,10 +278,10 @@ class Wire:
             line.gone = line.gone or LOST
             self.changed.notify_all()
 
-    def _open(self, peer: int, kind: int, tag: int, nbytes: int) -> Message:
+    def _open(self, peer: int, kind: int, tag: int, size: int) -> Message:
         if kind == NEWS:
-            return Message(kind, peer, tag, memoryview(bytearray(nbytes)))
-        m = self._mailbox.open(kind, peer, tag, nbytes)
+            return Message(kind, peer, tag, memoryview(bytearray(size)), size)
+        m = self._mailbox.open(kind, peer, tag, size)
         if m is None:
             self.break_group(peer, WRONG_LENGTH)
             raise ConnectionError("what follows fits nowhere")
@@ -302,7 +302,7 @@ class Wire:
 
     def _send_to_myself(self, m: Message) -> None:
         m.done = True
-        here = self._mailbox.open(m.kind, m.peer, m.tag, m.data.nbytes)
+        here = self._mailbox.open(m.kind, m.peer, m.tag, m.size)
         if here is None:
             self.break_group(self.rank, WRONG_LENGTH)
             return
@@ -349,7 +349,8 @@ class Wire:
 
 
 def _news(peer: int, tag: int, words: Sequence[int]) -> Message:
-    return Message(NEWS, peer, tag, memoryview(array.array("q", words).tobytes()))
+    data = memoryview(array.array("q", words).tobytes())
+    return Message(NEWS, peer, tag, data, data.nbytes)
 
 
 _wires: weakref.WeakSet[Wire] = weakref.WeakSet()
