@@ -31,7 +31,10 @@ TORCHS_ENVIRONMENT = {"BACKEND": "gloo", "TEMP_DIR": tempfile.gettempdir()}   # 
 
 def torchs_tests() -> list[str]:
     """Their names."""
-    from torch.testing._internal.distributed.distributed_test import DistributedTest
+    try:
+        from torch.testing._internal.distributed.distributed_test import DistributedTest
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"torch's own tests import {error.name}, which is not installed: pip install {error.name}") from None
     return sorted(name for name in dir(DistributedTest._DistTestBase) if name.startswith("test_"))
 
 
