@@ -451,3 +451,64 @@ def test_ranks_that_load_different_states_all_raise_with_nothing_changed(stage, 
         return torch.equal(engine.full_state_dict()["model"]["weight"], kept["model"]["weight"])
 
     assert rl.simulate(2, body) == [True] * 2
+
+
+@pytest.mark.parametrize("way", ["full_state_dict", "save", "evaluate"])
+@pytest.mark.parametrize(("stage", "backend", "options"), [
+    (1, "rankloom", {}), (3, "rankloom", {}), (1, "gloo", {"offload": True}), (3, "rankloom", {"offload": True}),
+    (0, "gloo", {"precision": "bf16"}), (2, "rankloom", {"precision": "bf16"})], ids=str)
+def test_a_weight_that_was_changed_in_place_is_not_saved_or_scored_as_something_else(stage, backend, options, way, tmp_path):
+    """It would be multiplied by every rank, or be lost. A step finds it, too, but may never come."""
+    rows = torch.ones(2, 6)
+
+    def body(world):
+        engine = rl.prepare(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), loss=lambda model, x: (model(x).square().sum(), len(x)),
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1), world=world, stage=stage, **options)
+        calls = {"full_state_dict": engine.full_state_dict, "save": lambda: engine.save(tmp_path / "step"),
+                 "evaluate": lambda: engine.evaluate([rows])}
+        engine.step(rows)
+        calls[way]()
+        with torch.no_grad():
+            engine.model[1].weight.mul_(2.0)
+        with pytest.raises(rl.UnitError, match=r"1.weight was changed in (place|the model)"):   # on every rank
+            calls[way]()
+
+    rl.simulate(2, body, backend=backend)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_weight_that_one_rank_holds_as_it_is_trained_may_be_changed_in_place(stage):
+    def body(world):
+        engine = engine_of(world, stage)
+        before = engine.full_state_dict()["model"]["blocks.0.mlp.down.weight"]
+        for name, param in engine.model.named_parameters():
+            if name.endswith("mlp.down.weight"):
+                param.data.mul_(2.0)
+        return torch.equal(engine.full_state_dict()["model"]["blocks.0.mlp.down.weight"], 2 * before)
+
+    assert rl.simulate(rl.Mesh(pipe=2), body) == [True] * 2
+
+
+def test_a_stage_that_several_ranks_hold_finds_a_change_in_place_before_the_next_step():
+    def body(world):
+        engine = engine_of(world, 1)
+        with torch.no_grad():
+            next(param for name, param in engine.model.named_parameters() if name.endswith("mlp.down.weight")).mul_(2.0)
+        tokens = torch.zeros(4, 12, dtype=torch.int64)
+        engine.step((tokens, tokens))
+
+    with pytest.raises(rl.UnitError, match="mlp.down.weight was changed in place"):
+        rl.simulate(rl.Mesh(pipe=2, shard=2), body, backend="rankloom")
+
+
+def test_a_sharded_model_of_an_own_loop_is_not_saved_with_a_change_in_place():
+    def body(world):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+        sharded = rl.fully_shard(model, world)
+        sharded.state_dict()
+        with torch.no_grad():
+            model[1].weight.mul_(2.0)
+        with pytest.raises(rl.UnitError, match="1.weight was changed in place"):
+            sharded.state_dict()
+
+    rl.simulate(2, body, backend="rankloom")

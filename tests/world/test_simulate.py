@@ -112,6 +112,28 @@ def test_whatever_the_others_wait_in_they_are_set_free_with_rank_lost(wait):
     assert told[1].startswith("rank 1: ") and "lost its connection" in told[1]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_ranks_that_make_groups_when_one_raises_are_set_free_and_no_thread_is_left_for_the_end_of_the_process(backend):
+    """gloo itself would wait until its time-out, first for the rank that does not come, then for those that waited for it."""
+    def body(world):
+        for axes in ("pipe",), ("shard",):
+            world.group(*axes)
+        if world.rank == 0:
+            raise Mine(3, "on one rank")
+        for axes in ("replicate",), ("pipe", "shard"), ("pipe", "replicate"), ("replicate", "shard"):
+            world.group(*axes)
+
+    for _ in range(5):
+        with pytest.raises(Mine):
+            rl.simulate(rl.Mesh(pipe=2, replicate=2, shard=2), body, backend=backend, timeout=10 * AT_ONCE)
+        wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("rank-")], AT_ONCE)
+
+
+def test_a_rank_that_nobody_joins_to_make_a_group_is_told_so_after_the_time_out():
+    with pytest.raises(rl.RankLost, match=r"rank 0: only 1 of 2 ranks came to make a group; the others did not come within 0.5 s"):
+        rl.simulate(rl.Mesh(replicate=2, shard=2), lambda world: world.group("shard") if world.rank == 0 else None, timeout=0.5)
+
+
 def test_a_rank_that_raises_while_it_holds_unfinished_handles_frees_the_others_too():
     """The traceback keeps its local variables alive, and these kept the connection open."""
     told = {}

@@ -30,7 +30,7 @@ from rankloom.parallel.guards import guard_owners
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.sharding import Moment, Sharding
-from rankloom.parallel.state_dict import full_values, load_values
+from rankloom.parallel.state_dict import expect_own_parameters, full_values, load_values
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.wrapping import AUTO, Policy, has_parameters
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
@@ -138,7 +138,9 @@ class FullySharded(nn.Module):
         Of a model that `tensor_parallel` has cut before: this rank's part; `full_state_dict(sharded, tensor_group)` joins these.
 
         destination, prefix: as torch gives them for a module inside another; keep_vars is ignored: values are copies
+        raises: UnitError, on all ranks, when a parameter was changed in place
         """
+        expect_own_parameters(self._sharding)
         state = {} if destination is None else destination
         state |= {f"{prefix}{name}": value for name, value in full_values(self.module, self._sharding).items()}
         return state

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ModelMismatch
+from rankloom.base.errors import ModelMismatch, UnitError
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.sharding import Sharding
 from rankloom.shard.optimizer import OwnedRun
@@ -39,6 +39,25 @@ def full_values(model: nn.Module, sharding: Sharding, *, rank: int | None = None
     """
     values = {entry.name: entry.get() for entry in value_entries(model, sharding, rank=rank)}
     return values if rank in (None, sharding.group.rank) else {}
+
+
+def expect_own_parameters(sharding: Sharding) -> None:
+    """Before slices are saved: raise UnitError, on all ranks, when a parameter of one was changed or replaced, as its slices were not.
+
+    A collective. Otherwise a forward looks, on its own rank.
+    """
+    sharding.group.agree(changed_parameter(sharding), error=UnitError, label="parameters are as they were left")
+
+
+def changed_parameter(sharding: Sharding) -> str | None:
+    """What is wrong with a parameter of this rank that was changed or replaced. Where the slice is the whole, it was changed, too: None."""
+    try:
+        for section in sharding.sections:
+            if not all(unit.is_its_slice for unit in section.units):
+                section.expect_own_parameters()
+    except UnitError as error:
+        return str(error)
+    return None
 
 
 def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> list[Entry]:

@@ -126,6 +126,11 @@ class Unit:
         return self.residence is not Residence.FREED
 
     @property
+    def is_its_slice(self) -> bool:
+        """Whether the slice is the whole, in the same memory: what is written to a parameter is in it."""
+        return self.stays and self.group.size == 1 and self.own.data_ptr() == self._span().data_ptr()
+
+    @property
     def common(self) -> bool:
         """Whether the whole exists once for all ranks of the group."""
         return self.residence is Residence.COMMON
@@ -266,7 +271,7 @@ class Unit:
             raise UnitError(f"rank {self.group.world_rank}: the slice of {moved[0]} was replaced (`param.data = ...`): no rank computes "
                             "with the new tensor: write into it, `param.copy_(...)` under torch.no_grad()")
         is_old = self.state is not State.SHARDED and self._counts.published_version != self.own._version
-        if is_old and (self.group.size > 1 or self.own.data_ptr() != self._span().data_ptr()):
+        if is_old and not self.is_its_slice:
             raise UnitError(f"rank {self.group.world_rank}: slices of unit {self.name} were changed, and {how}, so ranks would "
                             f"compute with old values beside new ones: {remedy}")
 

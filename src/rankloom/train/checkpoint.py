@@ -51,9 +51,11 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
 
     about_run: a description of the run, as JSON, the same on all ranks: "about_run" in the manifest's facts
     memory:    one tensor at a time beyond the state
-    raises:    ConfigError, on all ranks, StorageError if it cannot be written; an earlier checkpoint is then unchanged
+    raises:    ConfigError, on all ranks, StorageError if it cannot be written; UnitError when the model was changed in place. An earlier
+               checkpoint is then unchanged
     """
     world, folder = state.world, _folder(state.world, folder)
+    state.placement.expect_own_values()
     parts, facts = [*state.placement.parts(), *_optimizer_parts(state)], _facts(state)
     if about_run is not None:
         facts["about_run"] = about_run

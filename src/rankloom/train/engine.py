@@ -173,6 +173,7 @@ class Engine:
         Ranks may bring different numbers of batches, or none.
         """
         begin = time.perf_counter()
+        self.placement.expect_own_values()
         self._experts.forget_auxiliary()
         with evaluating(self.model), several_batches(batches, self.world_rank):
             losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.documents import document_cuts
-from rankloom.base.errors import BatchError, ConfigError, ModelMismatch
+from rankloom.base.errors import BatchError, ConfigError, ModelMismatch, UnitError
 from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import evaluating
 from rankloom.base.tensors import as_bytes
@@ -35,6 +35,7 @@ from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
 from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.parallel.sharding import Sharding
+from rankloom.parallel.state_dict import changed_parameter
 from rankloom.parallel.tokens_apart import Apart
 from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
@@ -249,6 +250,8 @@ class PipelinePlacement(SplitPlacement):
 
     def abandon(self) -> None:
         """Clear all gradients, and those that an interrupted schedule left in `.grad`."""
+        if problem := changed_parameter(self.sharding):   # elsewhere the hooks of a forward look
+            raise UnitError(problem)
         super().abandon()
         for param in self.model.parameters():
             param.grad = None

@@ -97,6 +97,9 @@ class Placement(Protocol):
     def publish(self) -> None:
         """After the optimizer's step: update the parameters that the model computes with."""
 
+    def expect_own_values(self) -> None:
+        """Before values are saved or scored. A collective. raises: UnitError when the model's differ from those that are trained"""
+
     def values(self, rank: int | None) -> dict[str, Tensor]:
         """The whole model, as `Engine.full_state_dict` gives it: to one rank of the world, or to all. A collective."""
 
@@ -145,9 +148,13 @@ class ReplicatedPlacement:
         """This rank's batches: a forward needs no other rank."""
         yield from batches
 
+    def expect_own_values(self) -> None:
+        """Only where they are rounded masters can they differ. Sends nothing: others may be gone when values are saved."""
+        self._masters.expect_own_values()
+
     def abandon(self) -> None:
         """Forget all gradients."""
-        self._masters.expect_own_values()
+        self.expect_own_values()
         self._reducer.abandon()
 
     def sync(self, on: bool) -> AbstractContextManager[None]:

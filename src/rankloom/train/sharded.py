@@ -19,7 +19,7 @@ from rankloom.parallel.expert import guide_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.same_bits import TOTALS, ShardFolds
 from rankloom.parallel.sharding import Sharding
-from rankloom.parallel.state_dict import full_values, load_values, owned_pieces, units_of, value_entries
+from rankloom.parallel.state_dict import expect_own_parameters, full_values, load_values, owned_pieces, units_of, value_entries
 from rankloom.shard.norm import norm_of
 from rankloom.shard.optimizer import Optimizer, OwnedRun
 from rankloom.shard.optimizer_state import Entry, gather_optimizer_state, state_entries, whole_state
@@ -61,6 +61,10 @@ class ShardedPlacement:
                 continue
             with sharding.followed(not everyone):
                 yield batch
+
+    def expect_own_values(self) -> None:
+        """Slices are saved, and the model computes with what was gathered of them."""
+        expect_own_parameters(self.sharding)
 
     def abandon(self) -> None:
         """Forget all gradients."""

@@ -43,6 +43,7 @@ class TrainingState:
 def gather_state(state: TrainingState, rank: int | None) -> dict[str, dict[str, Any]]:
     """See `Engine.full_state_dict`."""
     _expect_one_receiver(state.world, rank)
+    state.placement.expect_own_values()
     whole = {"model": state.placement.values(rank), "optimizer": state.placement.state(state.optimizer, rank)}
     if rank in (None, state.world.rank):
         whole["optimizer"]["run"] = state.run()

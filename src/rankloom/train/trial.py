@@ -40,8 +40,8 @@ def try_call(call: Callable[..., Any], value: Any, model: nn.Module, **options: 
     try:
         return call(*value, **options) if isinstance(value, tuple | list) else call(value, **options)
     except Exception as error:
-        raise ConfigError(f"{type(model).__name__} was tried with a few tokens, to cut it into its layers, and failed with "
-                          f"{type(error).__name__}: {error}; {ADVICE}") from error
+        raise ConfigError(f"{type(model).__name__} was tried with a few tokens, or an example, to cut it into its layers, and failed "
+                          f"with {type(error).__name__}: {error}; {ADVICE}") from error
 
 
 class Followed(TorchDispatchMode):

@@ -8,6 +8,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -127,17 +128,24 @@ def as_mesh(ranks: int | Mesh) -> Mesh:
     return Mesh(replicate=ranks)
 
 
+Meeting = Callable[[tuple[str, int, int]], AbstractContextManager[Any]]
+"""Called with the name of a group, the number of its ranks, and this rank."""
+
+
 class World(Group):
     """All ranks of the job as one group, and the mesh that names their axes.
 
     `group("replicate")` is the group of the ranks that differ from this one along that axis only; several axes make
     one flattened group; no axes, the world itself. Asking again returns the same group.
     `axes_named` is False if only a number of ranks was given: a technique may then use them along the axis that it needs.
+
+    meet: ranks connect in its context, as gloo cannot be interrupted when it waits for one that will not
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: int | Mesh, device: torch.device, *, timeout: float,
                  local_rank: int = 0, local_size: int = 1, loopback: bool = True, debug: bool = False,
-                 topology: Topology | None = None, backend: str = AUTO):
+                 topology: Topology | None = None, backend: str = AUTO, meet: Meeting = nullcontext):
+        self._meet = meet
         self.mesh, self.axes_named = as_mesh(ranks), isinstance(ranks, Mesh)
         mesh = self.mesh
         self.local_rank, self.local_size = local_rank, local_size
@@ -188,16 +196,17 @@ class World(Group):
               purpose: str = "group") -> tuple[dist.ProcessGroup | None, Inspector | None]:
         if len(ranks) == 1:
             return None, None
-        n = len(ranks)
+        n, meeting = len(ranks), f"{purpose}/" + "-".join(map(str, ranks))
         make_room(n + SPARE, f"a group of {n} ranks", wished=n * n + SPARE)   # ranks may be threads of one process: each then needs n
-        store = dist.PrefixStore(f"{purpose}/" + "-".join(map(str, ranks)), self._store)
+        store = dist.PrefixStore(meeting, self._store)
         gone: Callable[[], Sequence[int]] = tuple   # gloo cannot tell which ranks are gone
-        if self.backend == SHARED:
-            shared = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)
-            pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared
-            gone = shared.channel.gone
-        else:
-            pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
+        with self._meet((meeting, n, me)):
+            if self.backend == SHARED:
+                shared = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)
+                pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared
+                gone = shared.channel.gone
+            else:
+                pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
         watch = dist.PrefixStore("debug", store)
         return pg, Inspector(watch, ranks.index(me), ranks, timeout, gone) if self._debug else None
 

@@ -3,13 +3,16 @@
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from rankloom.base.errors import RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
@@ -53,7 +56,9 @@ class _Simulation:
         self.ranks, self.body, self.timeout, self.topology, self.backend = ranks, body, timeout, topology, backend
         self.store = dist.HashStore()
         self.store.set_timeout(seconds(timeout))
-        self.lock = threading.Lock()
+        self.news = threading.Condition()   # guards the four below
+        self.came: Counter[str] = Counter()   # by group: the ranks that have come to make it
+        self.connecting: set[int] = set()     # the ranks that are making a group, all of whose ranks have come
         self.failed: list[tuple[int, BaseException]] = []   # in the order in which the ranks told of it
         self.failed_at = 0.0   # by the monotonic clock; 0 while no rank has failed
         self.interrupted = False   # set before the worlds are closed: one that comes after that closes itself
@@ -97,20 +102,43 @@ class _Simulation:
             atexit.register(thread.join, self.timeout)   # Python must not exit while this thread may still return to it
         return not thread.is_alive()
 
+    @contextmanager
+    def _meet(self, meeting: tuple[str, int, int]) -> Iterator[None]:
+        """Wait until all ranks of a group are here; inside, they connect. raises: RankLost when one fails, or they do not come in time"""
+        group, size, rank = meeting
+        deadline = time.monotonic() + self.timeout
+        with self.news:
+            self.came[group] += 1
+            self.news.notify_all()
+            while self.came[group] < size:
+                if self.failed or not self.news.wait(deadline - time.monotonic()):
+                    why = f"rank {self.failed[0][0]} has failed" if self.failed else f"the others did not come within {self.timeout:g} s"
+                    self.came[group] -= 1
+                    raise RankLost(f"rank {rank}: only {self.came[group] + 1} of {size} ranks came to make a group; {why}")
+            self.connecting.add(rank)
+        try:
+            yield
+        finally:
+            with self.news:
+                self.connecting.discard(rank)
+                self.news.notify_all()
+
     def _one(self, rank: int) -> None:
         torch.set_num_threads(1)   # the threads of the ranks already fill the cores
         try:
             world = World(self.store, rank, self.ranks, torch.device("cpu"), timeout=self.timeout,
                           local_rank=rank, local_size=len(self.worlds), debug=debug_mode(), topology=self.topology,
-                          backend=self.backend)
+                          backend=self.backend, meet=self._meet)
             self.worlds[rank] = world
             if self.interrupted:
                 world.close()
             self.results[rank] = self.body(world)
         except BaseException as error:   # handed to the caller of simulate, never swallowed
-            with self.lock:
+            with self.news:
                 self.failed_at = self.failed_at or time.monotonic()
                 self.failed.append((rank, error))
+                self.news.notify_all()
+                self.news.wait_for(lambda: not self.connecting, GRACE)   # gloo leaves who connects waiting if this rank closes meanwhile
             if joined := self.worlds[rank]:
                 joined.close()
 
