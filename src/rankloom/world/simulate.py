@@ -4,7 +4,7 @@ import atexit
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -48,6 +48,47 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
         torch.set_num_threads(threads_before)
 
 
+class _Meetings:
+    """Where ranks that make a group wait for each other before they connect: gloo cannot be set free when it waits for one that has failed.
+
+    news:       guards the others
+    failed:     the ranks that have failed, and why
+    came:       by group: how many of its ranks have come
+    connecting: the ranks that are making a group, all of whose ranks have come
+    """
+
+    def __init__(self, failed: Sequence[tuple[int, BaseException]], timeout: float):
+        self.news, self.failed, self.timeout = threading.Condition(), failed, timeout
+        self.came: Counter[str] = Counter()
+        self.connecting: set[int] = set()
+
+    @contextmanager
+    def meet(self, meeting: tuple[str, int, int]) -> Iterator[None]:
+        """Wait until all ranks of a group are here; inside, they connect. raises: RankLost when one fails, or they do not come in time"""
+        group, size, rank = meeting
+        deadline = time.monotonic() + self.timeout
+        with self.news:
+            self.came[group] += 1
+            self.news.notify_all()
+            while self.came[group] < size:
+                if self.failed or not self.news.wait(deadline - time.monotonic()):
+                    self.came[group] -= 1
+                    why = f"rank {self.failed[0][0]} has failed" if self.failed else f"the others did not come within {self.timeout:g} s"
+                    raise RankLost(f"rank {rank}: only {self.came[group] + 1} of {size} ranks came to make a group; {why}")
+            self.connecting.add(rank)
+        try:
+            yield
+        finally:
+            with self.news:
+                self.connecting.discard(rank)
+                self.news.notify_all()
+
+    def break_up(self) -> None:
+        """A rank has failed, and will close: set free those that wait, and let those that connect end. Called with `news` held."""
+        self.news.notify_all()
+        self.news.wait_for(lambda: not self.connecting, GRACE)
+
+
 class _Simulation:
     """One call of `simulate`: a world for each thread, and what failed."""
 
@@ -56,11 +97,9 @@ class _Simulation:
         self.ranks, self.body, self.timeout, self.topology, self.backend = ranks, body, timeout, topology, backend
         self.store = dist.HashStore()
         self.store.set_timeout(seconds(timeout))
-        self.news = threading.Condition()   # guards the four below
-        self.came: Counter[str] = Counter()   # by group: the ranks that have come to make it
-        self.connecting: set[int] = set()     # the ranks that are making a group, all of whose ranks have come
         self.failed: list[tuple[int, BaseException]] = []   # in the order in which the ranks told of it
         self.failed_at = 0.0   # by the monotonic clock; 0 while no rank has failed
+        self.meetings = _Meetings(self.failed, timeout)
         self.interrupted = False   # set before the worlds are closed: one that comes after that closes itself
         self.results: list[Any] = [None] * size
         self.worlds: list[World | None] = [None] * size
@@ -102,43 +141,21 @@ class _Simulation:
             atexit.register(thread.join, self.timeout)   # Python must not exit while this thread may still return to it
         return not thread.is_alive()
 
-    @contextmanager
-    def _meet(self, meeting: tuple[str, int, int]) -> Iterator[None]:
-        """Wait until all ranks of a group are here; inside, they connect. raises: RankLost when one fails, or they do not come in time"""
-        group, size, rank = meeting
-        deadline = time.monotonic() + self.timeout
-        with self.news:
-            self.came[group] += 1
-            self.news.notify_all()
-            while self.came[group] < size:
-                if self.failed or not self.news.wait(deadline - time.monotonic()):
-                    why = f"rank {self.failed[0][0]} has failed" if self.failed else f"the others did not come within {self.timeout:g} s"
-                    self.came[group] -= 1
-                    raise RankLost(f"rank {rank}: only {self.came[group] + 1} of {size} ranks came to make a group; {why}")
-            self.connecting.add(rank)
-        try:
-            yield
-        finally:
-            with self.news:
-                self.connecting.discard(rank)
-                self.news.notify_all()
-
     def _one(self, rank: int) -> None:
         torch.set_num_threads(1)   # the threads of the ranks already fill the cores
         try:
             world = World(self.store, rank, self.ranks, torch.device("cpu"), timeout=self.timeout,
                           local_rank=rank, local_size=len(self.worlds), debug=debug_mode(), topology=self.topology,
-                          backend=self.backend, meet=self._meet)
+                          backend=self.backend, meet=self.meetings.meet)
             self.worlds[rank] = world
             if self.interrupted:
                 world.close()
             self.results[rank] = self.body(world)
         except BaseException as error:   # handed to the caller of simulate, never swallowed
-            with self.news:
+            with self.meetings.news:
                 self.failed_at = self.failed_at or time.monotonic()
                 self.failed.append((rank, error))
-                self.news.notify_all()
-                self.news.wait_for(lambda: not self.connecting, GRACE)   # gloo leaves who connects waiting if this rank closes meanwhile
+                self.meetings.break_up()
             if joined := self.worlds[rank]:
                 joined.close()
 
