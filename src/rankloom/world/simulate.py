@@ -4,7 +4,7 @@ import atexit
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -52,13 +52,13 @@ class _Meetings:
     """Where ranks that make a group wait for each other before they connect: gloo cannot be set free when it waits for one that has failed.
 
     news:       guards the others
-    failed:     the ranks that have failed, and why
+    over:       why no group can be made any more, or nothing
     came:       by group: how many of its ranks have come
     connecting: the ranks that are making a group, all of whose ranks have come
     """
 
-    def __init__(self, failed: Sequence[tuple[int, BaseException]], timeout: float):
-        self.news, self.failed, self.timeout = threading.Condition(), failed, timeout
+    def __init__(self, timeout: float):
+        self.news, self.over, self.timeout = threading.Condition(), "", timeout
         self.came: Counter[str] = Counter()
         self.connecting: set[int] = set()
 
@@ -71,9 +71,9 @@ class _Meetings:
             self.came[group] += 1
             self.news.notify_all()
             while self.came[group] < size:
-                if self.failed or not self.news.wait(deadline - time.monotonic()):
+                if self.over or not self.news.wait(deadline - time.monotonic()):
                     self.came[group] -= 1
-                    why = f"rank {self.failed[0][0]} has failed" if self.failed else f"the others did not come within {self.timeout:g} s"
+                    why = self.over or f"the others did not come within {self.timeout:g} s"
                     raise RankLost(f"rank {rank}: only {self.came[group] + 1} of {size} ranks came to make a group; {why}")
             self.connecting.add(rank)
         try:
@@ -83,10 +83,12 @@ class _Meetings:
                 self.connecting.discard(rank)
                 self.news.notify_all()
 
-    def break_up(self) -> None:
-        """A rank has failed, and will close: set free those that wait, and let those that connect end. Called with `news` held."""
-        self.news.notify_all()
-        self.news.wait_for(lambda: not self.connecting, GRACE)
+    def end(self, why: str) -> None:
+        """Before a rank closes: set free those that wait, and let those that connect finish."""
+        with self.news:
+            self.over = self.over or why
+            self.news.notify_all()
+            self.news.wait_for(lambda: not self.connecting, GRACE)
 
 
 class _Simulation:
@@ -99,7 +101,7 @@ class _Simulation:
         self.store.set_timeout(seconds(timeout))
         self.failed: list[tuple[int, BaseException]] = []   # in the order in which the ranks told of it
         self.failed_at = 0.0   # by the monotonic clock; 0 while no rank has failed
-        self.meetings = _Meetings(self.failed, timeout)
+        self.meetings = _Meetings(timeout)
         self.interrupted = False   # set before the worlds are closed: one that comes after that closes itself
         self.results: list[Any] = [None] * size
         self.worlds: list[World | None] = [None] * size
@@ -112,6 +114,7 @@ class _Simulation:
             ended = [self._join(thread) for thread in threads]
         except BaseException:   # Ctrl-C, perhaps before all have started
             self.failed_at, self.interrupted = self.failed_at or time.monotonic(), True
+            self.meetings.end("the simulation was interrupted")
             for joined in filter(None, self.worlds):
                 joined.close()
             for thread in threads:
@@ -155,7 +158,7 @@ class _Simulation:
             with self.meetings.news:
                 self.failed_at = self.failed_at or time.monotonic()
                 self.failed.append((rank, error))
-                self.meetings.break_up()
+            self.meetings.end(f"rank {rank} has failed")
             if joined := self.worlds[rank]:
                 joined.close()
 
