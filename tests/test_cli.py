@@ -361,7 +361,7 @@ def test_ctrl_c_ends_a_bench_within_seconds(folder):
     assert child.returncode == 130 and time.monotonic() - begin < AT_ONCE
 
 
-@pytest.mark.parametrize("words", ["--help", "train --help", "presets", "schedule list"])
+@pytest.mark.parametrize("words", ["--help", "train --help", "presets", "schedule list", "schedule show 1f1b"])
 def test_a_reader_that_ends_early_is_not_taken_for_a_failed_rank(words):
     """rich itself would exit with 1."""
     read, write = os.pipe()

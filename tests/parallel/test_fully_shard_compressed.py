@@ -7,6 +7,7 @@ from torch import nn
 import rankloom as rl
 from rankloom.base.tensors import bytes_of
 from rankloom.comm.subgroup import Subgroup
+from seeded import seeded
 
 WIDTH, ROWS, P = 32, 6, 2
 MESHES = pytest.mark.parametrize("mesh", [rl.Mesh(shard=2), rl.Mesh(shard=3), rl.Mesh(replicate=2, shard=2)], ids=str)
@@ -161,8 +162,7 @@ def test_complex_parameters_are_summed_exactly():
             return torch.view_as_real(super().forward(x.to(torch.complex64))).square()
 
     def body(world, compress):
-        torch.manual_seed(0)
-        model = rl.fully_shard(Turning(), world, compress=compress)
+        model = rl.fully_shard(seeded(0)(Turning)(), world, compress=compress)
         backward(model, world, 1)
         return gradients(model)
 

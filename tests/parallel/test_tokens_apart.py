@@ -12,6 +12,7 @@ import rankloom as rl
 from rankloom.models.sequence_part import WHOLE
 from rankloom.parallel.context import KINDS, context_parallel, own_tokens
 from rankloom.parallel.tokens_apart import AT_MOST
+from seeded import seeded
 
 LENGTH = 70   # more than are looked at
 
@@ -93,8 +94,8 @@ class Weighs(Reader):
         return (losses * losses.softmax(0)).sum(), targets.numel()
 
 
+@seeded(3)
 def make(kind):
-    torch.manual_seed(3)
     return kind()
 
 

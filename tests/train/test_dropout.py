@@ -19,6 +19,7 @@ from rankloom.parallel.sequences import cut_sequence
 from rankloom.parallel.tensor.layers import Between
 from rankloom.train import dropout
 from rankloom.train.dropout import DropoutKey, KeyedDropout, key_dropout, keyed_mask
+from seeded import seeded
 
 
 def mask(seed=0, step=0, row=0, name="drop", p=0.5, n=1000, calls=1) -> torch.Tensor:
@@ -379,9 +380,9 @@ def test_a_mixture_of_experts_and_rows_that_ranks_do_not_divide_drop_the_same(me
 class Checkpointed(nn.Module):
     """Blocks that the model itself runs again in backward."""
 
+    @seeded(0)
     def __init__(self, reentrant: bool | None, uses: int = 1):
         super().__init__()
-        torch.manual_seed(0)
         self.reentrant, self.uses = reentrant, uses
         self.first = nn.Linear(6, 8)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3)) for _ in range(3))

@@ -16,7 +16,7 @@ from rankloom.models.loss import language_model_loss
 SHAPE = GPTConfig(vocab_size=37, width=16, layers=2, heads=2, kv_heads=2, ffn=24, seq_len=12)
 EXPERTS = GPTConfig(vocab_size=37, width=16, layers=2, heads=2, kv_heads=2, ffn=24, seq_len=12, moe=MoEConfig(experts=2, top_k=1, ffn=12))
 OPTIONS = [{}, {"deterministic": 4}, {"precision": "fp16"}, {"precision": "fp8"}, {"recompute": "full"}, {"accumulate": 2}]
-OFFLOADS = [{"offload": "optimizer"}, {"offload": "all"}]
+OFFLOADS = [{"offload": True}, {"offload": True, "offload_activations": True}]
 
 
 def adamw(params):

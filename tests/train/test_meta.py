@@ -15,6 +15,7 @@ from rankloom.models.config import MoEConfig
 from rankloom.models.gpt import initial_values
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel import sharding
+from seeded import seeded
 from storages import Storages
 
 pytestmark = pytest.mark.gloo
@@ -219,8 +220,7 @@ def test_what_is_not_on_the_meta_device_keeps_its_values_when_it_is_cut():
     def body(world):
         with torch.device("meta"):
             model = Net()
-        torch.manual_seed(3)
-        model.blocks[1] = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        model.blocks[1] = seeded(3)(lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)))()
         before = {name: value.clone() for name, value in model.blocks[1].state_dict().items()}
         return before, prepared(world, 3, model).full_state_dict()["model"]
 

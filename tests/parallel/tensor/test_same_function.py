@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
 from rankloom.parallel.tensor.same_function import AT_MOST, keep_whole, without_memory
+from seeded import seeded
 
 WIDTH, HEADS, TOKENS = 16, 4, 6
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -90,9 +91,9 @@ class FusedEndToEnd(FusedKeysAndValues):
 
 
 class Model(nn.Module):
+    @seeded(3)
     def __init__(self, kind=Block, layers=2, **options):
         super().__init__()
-        torch.manual_seed(3)
         self.layers = nn.ModuleList(kind(**options) for _ in range(layers))
 
     def forward(self, x, **options):
