@@ -3,13 +3,11 @@
     python docs/make_experts_picture.py            # writes docs/experts.svg
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import torch
+from draw_to_file import draw_to_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, Rectangle
@@ -20,7 +18,6 @@ from rankloom.models.config import MoEConfig
 from rankloom.models.moe import MoE
 from rankloom.parallel.expert import expert_parallel
 
-HERE = Path(__file__).parent
 INK, PALE = "#22303C", "#6B7885"
 COLOURS, HATCHES = ("#0072B2", "#B87700", "#00805C", "#B04C86"), ("", "////", "----", "\\\\\\\\")   # told apart without colours too
 RANKS, EXPERTS, TOKENS, WIDTH = len(COLOURS), 8, 6, 16
@@ -135,14 +132,5 @@ def draw(seen: Sequence[Seen]) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Draw and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE / "experts.svg")
-    args = parser.parse_args()
-    matplotlib.rcParams |= {"svg.hashsalt": "rankloom", "font.family": "DejaVu Sans", "hatch.linewidth": 0.5}
-    draw(rl.simulate(RANKS, watch)).savefig(args.out, dpi=110, metadata={"Date": None} if args.out.suffix == ".svg" else None)
-
-
 if __name__ == "__main__":
-    main()
+    draw_to_file(lambda: draw(rl.simulate(RANKS, watch)), __doc__, "experts.svg", hatch_width=0.5)

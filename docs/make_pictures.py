@@ -3,18 +3,15 @@
     python docs/make_pictures.py            # writes docs/unit.svg
 """
 
-import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
-import matplotlib
+from draw_to_file import draw_to_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-HERE = Path(__file__).parent
 INK, PALE, GHOST = "#22303C", "#6B7885", "#E9EDF1"
 PARAMETERS = (   # name, rows, columns, colour; not to scale
     ("norm", 1, 4, "#E69F00"), ("query", 5, 5, "#0072B2"), ("key", 5, 3, "#56B4E9"), ("value", 5, 3, "#009E73"),
@@ -256,14 +253,5 @@ def draw() -> Figure:
     return figure
 
 
-def main() -> None:
-    """Draw and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE / "unit.svg")
-    args = parser.parse_args()
-    matplotlib.rcParams |= {"svg.hashsalt": "rankloom", "hatch.linewidth": 0.7, "font.family": "DejaVu Sans"}
-    draw().savefig(args.out, dpi=110, metadata={"Date": None} if args.out.suffix == ".svg" else None)
-
-
 if __name__ == "__main__":
-    main()
+    draw_to_file(draw, __doc__, "unit.svg")

@@ -3,10 +3,8 @@
     python docs/make_tensor_picture.py            # writes docs/tensor.svg
 """
 
-import argparse
-from pathlib import Path
 
-import matplotlib
+from draw_to_file import draw_to_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -14,7 +12,6 @@ from matplotlib.patches import Rectangle
 import rankloom as rl
 from rankloom.parallel.tensor.holding import Holding, holdings
 
-HERE = Path(__file__).parent
 INK, PALE, WHOLE = "#22303C", "#6B7885", "#D5DBE1"
 COLOURS, HATCHES = ("#0072B2", "#B87700", "#00805C", "#B04C86"), ("", "///", "---", "\\\\\\")   # told apart without colours too
 RANKS = len(COLOURS)
@@ -80,14 +77,5 @@ def draw() -> Figure:
     return figure
 
 
-def main() -> None:
-    """Draw and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE / "tensor.svg")
-    args = parser.parse_args()
-    matplotlib.rcParams |= {"svg.hashsalt": "rankloom", "font.family": "DejaVu Sans", "hatch.linewidth": 0.7}
-    draw().savefig(args.out, dpi=110, metadata={"Date": None} if args.out.suffix == ".svg" else None)
-
-
 if __name__ == "__main__":
-    main()
+    draw_to_file(draw, __doc__, "tensor.svg")
