@@ -153,18 +153,19 @@ def test_a_message_of_as_many_bytes_of_another_dtype_is_refused_also_one_that_ca
 
     for early in (False, True):
         def both(group, early=early):
-            works = [group.send([torch.ones(sent[0], dtype=sent[1])], 1, 0)]
-            works += [group.send([torch.ones(1)], 1, 1)] if early else []
+            works = [group.send([torch.ones(sent[0], dtype=sent[1])], 2, 0)]
+            works += [group.send([torch.ones(1)], 2, 1)] if early else []
             [work.wait() for work in works]
 
-        errors, took = raised(ranks(2), both, later if early else partial(recv, frm=0, n=expected[0], dtype=expected[1]))
-        assert isinstance(errors[1], CollectiveMismatch) and "or another dtype, than its receiver expects" in str(errors[1])
+        receiver = later if early else partial(recv, frm=0, n=expected[0], dtype=expected[1])
+        errors, took = raised(ranks(3), both, lambda group: None, receiver)   # with hosts, the third rank is on another
+        assert isinstance(errors[2], CollectiveMismatch) and "or another dtype, than its receiver expects" in str(errors[2])
         assert max(took) < AT_ONCE
 
 
 def test_complex_numbers_and_the_pairs_that_torch_sends_of_them_are_one_dtype(ranks):
-    world, got = ranks(2), torch.zeros(2, 2, dtype=torch.float64)
-    works = [world.groups[0].send([torch.tensor([1 + 2j, 3 + 4j], dtype=torch.complex128)], 1, 0), world.groups[1].recv([got], 0, 0)]
+    world, got = ranks(3), torch.zeros(2, 2, dtype=torch.float64)   # with hosts, the third rank is on another
+    works = [world.groups[0].send([torch.tensor([1 + 2j, 3 + 4j], dtype=torch.complex128)], 2, 0), world.groups[2].recv([got], 0, 0)]
     [work.wait() for work in works]
     assert got.tolist() == [[1, 2], [3, 4]]
 
