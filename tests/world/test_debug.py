@@ -195,6 +195,58 @@ def test_a_message_that_never_comes_times_out_and_tells_where_everybody_is():
     assert type(error) is rl.CollectiveTimeout and "activations" in str(error) and "rank 1: call 1" in str(error)
 
 
+def over_gloo(send, expected, *, receives_first=False, async_op=False):
+    """What sender and receiver raise; `receives_first`: the sender waits until the receiver has said what it expects."""
+    def body(world):
+        if world.rank == 0:
+            if receives_first:
+                wait_until(lambda: world._inspector.store.check(["message/0/1/3/1/recv"]))
+            world.send(send, 1, tag=3, label="activations")
+        else:
+            if not receives_first:
+                wait_until(lambda: world._inspector.store.check(["message/0/1/3/1/send"]))
+            into = world.recv(expected, 0, tag=3, label="activations", async_op=async_op)
+            if async_op:
+                into.wait()
+
+    return errors_of(2, body, timeout=20.0 if receives_first else 1.0)   # nobody receives what was sent
+
+
+@pytest.mark.parametrize("expected", [torch.zeros(4, dtype=torch.int32), torch.zeros(3), torch.zeros(5)], ids=["dtype", "short", "long"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("receives_first", [False, True], ids=["sender first", "receiver first"])
+def test_a_message_that_its_receiver_does_not_expect_is_refused_and_both_call_sites_are_named(expected, async_op, receives_first):
+    sender, receiver = over_gloo(torch.ones(4), expected, receives_first=receives_first, async_op=async_op)
+    assert type(receiver) is rl.CollectiveMismatch and receiver.args[0].count("test_debug.py") == 2
+    assert "message number 1 from rank 0 to rank 1 with tag 3" in str(receiver) and "rank 0: send of float32[4]" in str(receiver)
+    assert not expected.any()
+    if receives_first:   # the sender has not sent what would have ended the receiver's process
+        assert type(sender) is rl.CollectiveMismatch and "recv of" in str(sender)
+
+
+def test_a_message_may_have_another_shape_than_what_it_is_received_in():
+    into = torch.zeros(2, 2)
+    assert over_gloo(torch.ones(4), into) == [None, None] and into.all()
+
+
+def test_messages_are_compared_by_their_tags_in_both_directions_and_leave_the_store_small():
+    def body(world):
+        peer, two, four = 1 - world.rank, torch.zeros(2), torch.zeros(4, dtype=torch.int64)
+        for step in range(20):
+            handles = [world.recv(four, peer, tag=1, async_op=True), world.recv(two, peer, tag=2, async_op=True)]
+            sent = [world.send(torch.full((2,), float(step)), peer, tag=2, async_op=True),
+                    world.send(torch.full((4,), step), peer, tag=1, async_op=True)]
+            for handle in (*reversed(handles), *sent):
+                handle.wait()
+            assert two.unique().tolist() == four.unique().tolist() == [step]
+            world.exchange(torch.full((3,), world.rank), peer, mine := torch.zeros(3, dtype=torch.int64), peer)
+            assert mine.unique().tolist() == [peer]
+        world.barrier()
+        return world._inspector.store.num_keys()
+
+    assert max(rl.simulate(2, body, backend="gloo")) < 40
+
+
 def test_sub_groups_are_compared_among_themselves():
     def body(world):
         world.group("shard").all_reduce(torch.zeros(2 + world.mesh.coords(world.rank)["replicate"]))   # differs between groups: fine

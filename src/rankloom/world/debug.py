@@ -11,6 +11,8 @@ messages do not wait for each other, as without debug mode. If the comparison fa
 A rank that ends or leaves is noticed within about 0.2 s, except with gloo and NCCL, which cannot tell: there the others notice it
 at the time-out. When the process that keeps the store ends (rank 0, or torchrun's agent), all others get an error at once.
 
+Messages from one rank to another are compared by their two ends (debug_messages.py).
+
 Cost: two writes and two reads of the store per call, about a millisecond. Off by default.
 """
 
@@ -19,15 +21,17 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 
 import torch.distributed as dist
+from torch import Tensor
 
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, RankLost
+from rankloom.world.debug_messages import Announced, Messages
 from rankloom.world.debug_queue import Queue, Start
 
 SHORTEST_NAP, LONGEST_NAP = 1e-4, 2e-2   # seconds between two reads of the store; other threads use it meanwhile
@@ -80,6 +84,7 @@ class Inspector:
         self.calls = 0
         self._gone, self._queue, self._closed = gone, Queue(), False
         self._lost: CollectiveTimeout | RankLost | None = None   # why no call can be compared any more
+        self._messages = Messages(self)
         _inspectors.add(self)
 
     def checked(self, mine: Fingerprint, start: Start, async_op: bool) -> Start:
@@ -93,6 +98,11 @@ class Inspector:
         self._queue.drain()
         compare()
         return start
+
+    def announce(self, op: str, x: Tensor, peer: int, tag: int) -> list[Announced]:
+        """The same for a message, at both of its ends (debug_messages.py). Returns what a receiver has to wait for, too."""
+        with self._in_store():
+            return self._messages.announce(op, x, peer, tag, call_site())
 
     def check(self, mine: Fingerprint) -> None:
         """Raise unless every rank's call number `calls` is the same call.
@@ -110,12 +120,12 @@ class Inspector:
 
     def _compare(self, mine: Fingerprint) -> None:
         self.calls += 1
-        keys = [self._key(rank) for rank in range(len(self.ranks))]
+        keys = {rank: self._key(rank) for rank in range(len(self.ranks))}
         with self._in_store():
             self.store.set(keys[self.rank], json.dumps(asdict(mine)))
             self.store.set(f"last/{self.rank}", json.dumps(asdict(mine) | {"call": self.calls}))
-            self._await(keys)
-            all_calls = [Fingerprint(**json.loads(text)) for text in self.store.multi_get(keys)]
+            self.wait_for(keys, f"collective number {self.calls}")
+            all_calls = [Fingerprint(**json.loads(text)) for text in self.store.multi_get([*keys.values()])]
         agreed = all(mine.agrees_with(call) for call in all_calls)
         unmet = unmet_rows(all_calls, self.ranks) if agreed else None
         if unmet or not agreed:
@@ -147,36 +157,41 @@ class Inspector:
         last = json.loads(self.store.get(f"last/{rank}"))
         return f"call {last.pop('call')}, {Fingerprint(**last)}"
 
-    def _await(self, keys: Sequence[str]) -> None:
-        """Wait until all have announced their call. Polls: while a thread waits inside the store, no other thread can use it."""
+    def wait_for(self, keys: Mapping[int, str], what: str) -> None:
+        """Wait until these ranks have written their keys. Polls: while a thread waits inside the store, no other thread can use it.
+
+        what:   which call, for error messages
+        raises: CollectiveTimeout, RankLost
+        """
         begin = looked = time.monotonic()
         nap = SHORTEST_NAP
-        while not self.store.check(keys):   # type: ignore[arg-type]
-            now = time.monotonic()
-            if self._closed:
-                raise RankLost(f"{self._where} was not made: this rank has closed the group")
-            if now > looked + LOOK_AROUND:
-                self._expect_alive(keys)
-                looked = now
-            if now > begin + self.timeout:
-                raise self._too_late(self._silent(keys))
-            time.sleep(nap)
-            nap = min(1.5 * nap, LONGEST_NAP)
+        with self._in_store():
+            while not self.store.check([*keys.values()]):
+                now = time.monotonic()
+                if self._closed:
+                    raise RankLost(f"{self._me}: {what} of this group was not made: this rank has closed the group")
+                if now > looked + LOOK_AROUND:
+                    self._expect_alive(keys, what)
+                    looked = now
+                if now > begin + self.timeout:
+                    raise self._too_late(self._silent(keys), what)
+                time.sleep(nap)
+                nap = min(1.5 * nap, LONGEST_NAP)
 
-    def _expect_alive(self, keys: Sequence[str]) -> None:
+    def _expect_alive(self, keys: Mapping[int, str], what: str) -> None:
         if gone := [*self._gone()]:
             for rank in self._silent(keys):   # after `_gone`: a call that a rank announced before it went counts
                 if rank in gone:
-                    raise RankLost(f"{self._where}: lost rank {self.ranks[rank]}: it has ended, or has left the group. "
+                    raise RankLost(f"{self._me}: {what} of this group: lost rank {self.ranks[rank]}: it has ended, or has left the group. "
                                    f"Who is where:\n{self.where_is_everyone()}")
 
-    def _too_late(self, silent: Sequence[int]) -> CollectiveTimeout:
+    def _too_late(self, silent: Sequence[int], what: str) -> CollectiveTimeout:
         who = ", ".join(f"rank {self.ranks[rank]}" for rank in silent)
-        return CollectiveTimeout(f"rank {self.ranks[self.rank]}: {who} did not come to collective number {self.calls} "
-                                 f"within {self.timeout:g} s. Who is where:\n{self.where_is_everyone()}")
+        return CollectiveTimeout(f"{self._me}: {who} did not come to {what} within {self.timeout:g} s. "
+                                 f"Who is where:\n{self.where_is_everyone()}")
 
-    def _silent(self, keys: Sequence[str]) -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+    def _silent(self, keys: Mapping[int, str]) -> list[int]:
+        return [rank for rank, key in keys.items() if not self.store.check([key])]
 
     @contextmanager
     def _in_store(self) -> Iterator[None]:
@@ -191,7 +206,11 @@ class Inspector:
 
     @property
     def _where(self) -> str:
-        return f"rank {self.ranks[self.rank]}: collective number {self.calls} of this group"
+        return f"{self._me}: collective number {self.calls} of this group"
+
+    @property
+    def _me(self) -> str:
+        return f"rank {self.ranks[self.rank]}"
 
     def _key(self, rank: int, call: int | None = None) -> str:
         return f"call/{call or self.calls}/{rank}"

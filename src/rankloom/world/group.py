@@ -30,16 +30,7 @@ from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.pairwise import combine_in_order, expect_message, keep, start_dealing, start_gather, start_in_one
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
-from rankloom.world.transport.operands import (
-    completed,
-    dealt_rows,
-    expect_movable,
-    expect_operand,
-    expect_rank,
-    expect_tag,
-    reduction,
-    untouched,
-)
+from rankloom.world.transport.operands import completed, dealt_rows, expect_movable, expect_operand, expect_rank, reduction, untouched
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
 
@@ -258,7 +249,7 @@ class Group:
         expect_movable(x, self.device, self.where(label or "send"))
         self._connected(label or "send")
         self.ledger.enter(x.nbytes, 1)
-        return self._launch(label or "send", async_op, lambda pg: pg.send([x], peer, tag), lambda: x)
+        return self._launch(label or "send", async_op, lambda pg: self._message(pg.send, "send", x, peer, tag), lambda: x)
 
     def recv(self, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Fill `into` with what rank `frm` of this group sends; the receiver must know shape and dtype."""
@@ -266,7 +257,7 @@ class Group:
             return into
         peer = self._peer(frm, tag)
         expect_movable(into, self.device, self.where(label or "recv"))
-        return self._launch(label or "recv", async_op, lambda pg: pg.recv([into], peer, tag), lambda: into)
+        return self._launch(label or "recv", async_op, lambda pg: self._message(pg.recv, "recv", into, peer, tag), lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Send `out` to one rank while receiving `into` from another, or the same, or itself. No order of calls can deadlock."""
@@ -283,7 +274,8 @@ class Group:
         self._connected(label)   # no local name: a traceback would keep the connection open
         if into.device.type == "cuda" and self._connected(label)._get_backend(into.device).name() == "nccl":
             self.ledger.enter(out.nbytes, 1)
-            return self._launch(label, async_op, lambda pg: start_in_one(pg, source, into, *peers), lambda: into)
+            announced = [*self._announced("recv", into, peers[1]), *self._announced("send", source, peers[0])]
+            return self._launch(label, async_op, lambda pg: [*announced, *start_in_one(pg, source, into, *peers)], lambda: into)
         received = self.recv(into, frm, tag=tag, label=label, async_op=True)
         sent = self.send(source, to, tag=tag, label=label, async_op=True)
         both = self._keep(Handle(self, label, [*(received.works or ()), *(sent.works or ())], lambda: into))
@@ -344,6 +336,13 @@ class Group:
         handle = self._keep(Handle(self, label, self._started(label, start), finish))
         return handle if async_op else handle.wait()   # no local name for the works: a traceback would keep the connection open
 
+    def _message(self, start: Callable, op: str, x: Tensor, peer: int, tag: int) -> list[Any]:
+        return [*self._announced(op, x, peer, tag), start([x], peer, tag)]
+
+    def _announced(self, op: str, x: Tensor, peer: int, tag: int = 0) -> Sequence[Any]:
+        """In debug mode: tell the other end of a message. Returns what a receiver has to wait for, too."""
+        return self._inspector.announce(op, x, peer, 0 if self.in_order else tag) if self._inspector else ()
+
     def _started(self, label: str, start: Callable) -> list[Any]:
         with self.translated_errors(label):
             works = start(self._connected(label))
@@ -379,7 +378,7 @@ class Group:
     def _peer(self, rank: int, tag: int | None = None) -> int:
         expect_rank(rank, self.size, self.where("peer"))
         if tag is not None and self._process_group is not None:
-            (expect_tag(tag, self.where("peer")) if self.lends_memory else expect_message(rank, self.rank, tag, self.where("peer")))
+            expect_message(rank, self.rank, tag, self.where("peer"), any_tag=self.lends_memory)
         return rank
 
     def _equal_rows(self, x: Tensor, op: str) -> int:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
-from rankloom.world.transport.operands import completed, is_narrow, untouched
+from rankloom.world.transport.operands import completed, expect_tag, is_narrow, untouched
 
 COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
@@ -67,8 +67,11 @@ def keep(out: Tensor, into: Tensor, where: str) -> None:
     into.detach().copy_(out)
 
 
-def expect_message(peer: int, rank: int, tag: int, where: str) -> None:
-    """raises: ConfigError for a message of a user that gloo cannot carry, or whose tag this file uses"""
+def expect_message(peer: int, rank: int, tag: int, where: str, *, any_tag: bool) -> None:
+    """any_tag: our own backend carries it. raises: ConfigError for a message that gloo cannot carry, or whose tag this file uses"""
+    if any_tag:
+        expect_tag(tag, where)
+        return
     if not (isinstance(tag, int) and 0 <= tag < TAG):
         raise ConfigError(f"{where}: the tag is {tag!r}; expected a whole number from 0 to {TAG - 1}, where messages go over gloo or NCCL")
     if peer == rank:
