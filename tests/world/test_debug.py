@@ -247,6 +247,17 @@ def test_messages_are_compared_by_their_tags_in_both_directions_and_leave_the_st
     assert max(rl.simulate(2, body, backend="gloo")) < 40
 
 
+def test_a_message_of_a_rank_to_itself_is_compared_too():
+    def body(world):
+        into = torch.zeros(3)
+        for step in range(3):
+            world.exchange(torch.full((3,), float(step)), world.rank, into, world.rank)
+            assert into.unique().tolist() == [step]
+        world.exchange(torch.ones(3, dtype=torch.int32), world.rank, into, world.rank)
+
+    assert [type(error) for error in errors_of(2, body, backend="rankloom")] == [rl.CollectiveMismatch] * 2
+
+
 def test_sub_groups_are_compared_among_themselves():
     def body(world):
         world.group("shard").all_reduce(torch.zeros(2 + world.mesh.coords(world.rank)["replicate"]))   # differs between groups: fine

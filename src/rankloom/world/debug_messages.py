@@ -36,7 +36,7 @@ class Messages:
 
     def __init__(self, inspector: Compares):
         self._inspector = inspector
-        self._counts: Counter[Way] = Counter()
+        self._counts: Counter[tuple[str, Way]] = Counter()   # by "send" and "recv": a rank may send to itself
         self._read: defaultdict[Way, list[tuple[int, str]]] = defaultdict(list)
 
     def announce(self, op: str, x: Tensor, peer: int, tag: int, site: str) -> "list[Announced]":
@@ -46,8 +46,8 @@ class Messages:
         """
         me, sends = self._inspector.rank, op == "send"
         way = (me, peer, tag) if sends else (peer, me, tag)
-        self._counts[way] += 1
-        announced = Announced(self._inspector, peer, way, self._counts[way], self._read[way],
+        self._counts[op, way] += 1
+        announced = Announced(self._inspector, peer, way, self._counts[op, way], self._read[way],
                               {"op": op, "numel": x.numel(), "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape),
                                "site": site})
         announced.begin()
