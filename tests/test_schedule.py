@@ -241,3 +241,8 @@ def test_the_table_counts_activations_in_the_unit_of_the_docs_and_names_its_unit
 def test_a_number_that_is_not_whole_is_refused_and_not_rounded(words):
     done = rankloom(*words)
     assert done.returncode == 2 and f"Invalid value for {words[-2]}: '{words[-1]}' is not a whole number" in done.stderr
+
+
+def test_more_stages_than_can_be_drawn_in_a_minute_are_refused():
+    with pytest.raises(ConfigError, match=r"--stages 100000: expected at most 1024"):
+        find_schedule("1f1b", 100_000, 8, None)

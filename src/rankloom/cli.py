@@ -4,7 +4,7 @@ This module and `rankloom --help` import neither torch nor pydantic: each comman
 below do the work; this file has arguments, launching, tables and exit codes.
 
 Exit codes: 0 done, 1 a rank failed, 2 a mistake in the input (one message, no traceback), 130 after Ctrl-C,
-143 after SIGTERM, 129 when the terminal or the reader of a training's output was closed, 141 when that of other output was.
+143 after SIGTERM, 129 when the terminal was closed, 141 when the reader of output has ended (of a training's sometimes 129).
 """
 
 import os

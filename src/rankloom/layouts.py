@@ -148,9 +148,11 @@ def find_hosts(config: Config, ranks_per_host: int | None) -> Sequence[Sequence[
     """The ranks of each host: `ranks_per_host` each, or as in the config's cluster file; None without either. raises: ConfigError"""
     size = config.mesh.as_mesh().size
     if ranks_per_host is not None:
-        if ranks_per_host < 1 or size % ranks_per_host:
+        if ranks_per_host < 1:
+            raise MeshError(f"--ranks-per-host {ranks_per_host}: expected 1 or more")
+        if size % ranks_per_host:
             raise MeshError(f"--ranks-per-host {ranks_per_host}: the mesh needs {config.mesh.as_mesh().product()} = {size} ranks, "
-                            f"and {size} / {ranks_per_host if ranks_per_host > 0 else '?'} is no whole number of hosts")
+                            f"and {size} / {ranks_per_host} is no whole number of hosts")
         return Topology.even(size // ranks_per_host, ranks_per_host).nodes
     if config.comm.topology is None:
         return None

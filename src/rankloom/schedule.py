@@ -23,6 +23,7 @@ from rankloom.parallel.pipeline.search import SEARCHED, named_schedule
 from rankloom.parallel.pipeline.simulate import Costs, Timeline, simulate_schedule
 
 STAGES, MICROBATCHES = 4, 8
+MOST = 1024   # stages; to make, check and simulate more takes minutes
 Drawing = Callable[[Timeline], Iterator[str | Text]]   # the rows, and what they mean
 UNITS = "computes, waits: time, in units of --costs; sends: messages; activations: 1 is those of all stages of the rank for one micro-batch"
 
@@ -41,6 +42,8 @@ def find_schedule(name: str, stages: int | None, microbatches: int | None, chunk
     """A schedule by name, also one made for the costs, or one from a .txt file. It is checked. raises: ConfigError"""
     if not name.endswith(".txt"):
         stages, microbatches = (default if asked is None else asked for asked, default in ((stages, STAGES), (microbatches, MICROBATCHES)))
+        if stages > MOST:
+            raise ConfigError(f"--stages {stages}: expected at most {MOST}; a schedule of fewer looks alike")
         schedule = named_schedule(name, stages, microbatches, chunks, read_costs(costs, stages) if name in SEARCHED else None)
         check(schedule)
         return schedule

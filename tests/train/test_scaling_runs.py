@@ -120,3 +120,11 @@ def test_the_axes_that_are_not_of_data_stay_and_must_divide_the_ranks(file):
     assert [config.mesh.as_mesh() for config in staged] == [Mesh(shard=2, expert=2)]
     with pytest.raises(ConfigError, match=r"on 1 ranks: .mesh. expert 2 does not divide the 1 ranks"):
         planned(file, [1, 2], overrides=words)
+
+
+def test_a_folder_that_holds_runs_of_an_earlier_study_is_refused_before_the_first_run(file, tmp_path):
+    for name in ("ranks-2", "ranks-8"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"--out .*: holds ranks-2 of an earlier study; give another folder"):
+        plan_study(file, (), [1, 2, 4], steps=9, weak=False, threads=2, folder=tmp_path)

@@ -152,3 +152,9 @@ def test_an_algorithm_has_one_colour_on_any_number_of_ranks_though_it_is_missing
     colours = [{str(line.get_label()): line.get_color() for line in axes.get_lines()}.get("tree") for axes in drawn[0].axes[:2]]
     assert colours[0] == colours[1]
     assert len(COLOURS) == len(set(COLOURS)) == len(MARKERS)
+
+
+def test_ticks_between_powers_of_ten_are_written_as_the_others_are(tmp_path, drawn):
+    plot_bench([timed("ring", 2, size, seconds) for size, seconds in ((16, 4e-4), (4096, 7e-4))], {}, tmp_path / "bench.png", "all_reduce")
+    ticks = [text.get_text() for axes in drawn[0].axes for text in (*axes.get_ymajorticklabels(), *axes.get_yminorticklabels())]
+    assert "400 us" in ticks and not [text for text in ticks if "10^" in text]

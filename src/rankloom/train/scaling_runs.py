@@ -6,6 +6,7 @@ from pathlib import Path
 from rankloom.base.errors import ConfigError
 from rankloom.data.text import expect_source
 from rankloom.train.config import load_config, parse_overrides
+from rankloom.train.run_folder import holds_run
 from rankloom.train.schema import Config
 
 DECIDED = {("run", "name"): "which names its runs after their ranks: --out is their folder",
@@ -67,7 +68,7 @@ def plan_study(
     """Number of ranks -> all overrides of its run. Every run is checked before the first one starts.
 
     raises: DataError when there is no text; ConfigError for an impossible number of ranks, such as one that the other axes do not
-            divide, and for an override that would have no effect
+            divide, for an override that would have no effect, and for a folder that holds such runs
     """
     config, flags = load_config(file, overrides), {(flag.section, flag.key): flag for flag in parse_overrides(overrides)}
     for (section, key), flag in flags.items():
@@ -76,6 +77,8 @@ def plan_study(
             raise ConfigError(f"{flag.flag} {flag.text}: has no effect on a study, {reason or aside}")
     shard = config.mesh.shard if ("mesh", "shard") in flags else None
     expect_source(config.data.source)
+    if used := [run.name for run in (folder / f"ranks-{n}" for n in ranks) if holds_run(run)]:
+        raise ConfigError(f"--out {folder}: holds {', '.join(used)} of an earlier study; give another folder")
     plans = {}
     for n in ranks:
         try:

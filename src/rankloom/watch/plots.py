@@ -3,7 +3,7 @@
 Figures are made without pyplot, so there is no window, no backend and no global state.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil, floor, log2
 from pathlib import Path
 from textwrap import fill
@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator, NullFormatter
 
 from rankloom.base.errors import DataError
 from rankloom.base.events import Timed
@@ -125,8 +125,21 @@ def _sizes_and_seconds(above: Axes, below: Axes, sizes: list[int]) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_bytes(value)))
         axes.tick_params(axis="x", rotation=45)
         axes.grid(alpha=0.3)
-    above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: show_seconds(value).replace(".00", "").replace(".0", "")))
-    below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    for axes, words in ((above, lambda value: show_seconds(value).replace(".00", "").replace(".0", "")), (below, "{:g}".format)):
+        axes.yaxis.set_major_formatter(_Words(words))
+        axes.yaxis.set_minor_formatter(_Words(words))
+
+
+class _Words(LogFormatter):
+    """The ticks that matplotlib would name on a logarithmic axis, in words of ours. (Within a decade it names some between the powers.)"""
+
+    def __init__(self, words: Callable[[float], str]):
+        super().__init__(minor_thresholds=(1, 0.4))
+        self._words = words
+
+    def __call__(self, value: float, pos: int | None = None) -> str:
+        """The text at a tick, or none."""
+        return self._words(value) if super().__call__(value, pos) else ""
 
 
 def _logarithmic(axes: Axes, rows: list[Row]) -> None:
