@@ -215,6 +215,18 @@ def test_text_that_is_none_is_the_same_error_on_every_rank(table, tmp_path, text
     assert len(set(errors)) == 1 and "text.txt" in errors[0]
 
 
+def test_hosts_with_other_text_or_another_tokenizer_are_refused_on_every_rank(table, tmp_path):
+    for name, text in ("one", "abc " * 200), ("two", "abd " * 200):
+        (tmp_path / f"{name}.txt").write_text(text)
+    one, two = ({"source": str(tmp_path / f"{name}.txt"), "tokenizer": "bpe", "vocab_size": 258} for name in ("one", "two"))
+    for other, said in (two, "hash of the text is"), (one | {"tokenizer": "bytes", "vocab_size": None}, "tokens for training is"):
+        configs = table(data=one), table(data=other)
+        def body(world, configs=configs, said=said):
+            with pytest.raises(ConfigError, match=rf"rank 1 was given another data than rank 0: .*{said}.* text \(.*\) and tokenizer"):
+                open_corpus(configs[world.rank], world, print)
+        simulate(2, body)
+
+
 def test_too_little_validation_text_is_told_before_the_first_step_unless_nothing_is_evaluated(table, tmp_path):
     few = {"validation": 0.001}
     errors = each_error(table(data=few), 2)

@@ -11,9 +11,10 @@ from rankloom.base.errors import StorageError
 from rankloom.base.events import Notice, Sink
 from rankloom.comm.choose import AUTO, describe_decisions
 from rankloom.data.arrays import Tokens
-from rankloom.data.corpus import Corpus, prepare_corpus
+from rankloom.data.corpus import Corpus, prepare_corpus, tokenizer_hash
 from rankloom.data.loader import TokenSamples
 from rankloom.models.config import GPTConfig, MoEConfig, parameter_count
+from rankloom.train.alike import expect_alike
 from rankloom.train.config import write_config
 from rankloom.train.long_work import while_others_wait
 from rankloom.train.run_folder import claim_run_folder, describe_environment, hold, leave_if_empty, write_json
@@ -82,7 +83,8 @@ def _write_start(config: Config, world: World, path: Path) -> None:
 def open_corpus(config: Config, world: World, sink: Sink) -> Corpus:
     """Tokenise once per host, unless the cache has the result; then every rank maps the same file.
 
-    raises: DataError, on all ranks, when there is no text or it cannot be read
+    raises: DataError, on all ranks, when there is no text or it cannot be read; ConfigError, on all ranks, when another host has other
+            text under that name, or another tokenizer
     """
     data, report = config.data, reporter(sink, world.rank)
 
@@ -93,7 +95,12 @@ def open_corpus(config: Config, world: World, sink: Sink) -> Corpus:
         )
 
     while_others_wait(world, prepare_here if world.local_rank == 0 else None, label="tokenise")
-    return prepare_here()
+    corpus = prepare_here()
+    expect_alike(world, "data", {
+        "tokens for training": len(corpus.train), "tokens for validation": len(corpus.validation),
+        "hash of the text": corpus.split, "hash of the tokenizer": corpus.tokenizer and tokenizer_hash(corpus.tokenizer)},
+        f" text ({data.source}) and tokenizer: a host's copy may be older, and Python's own library differs between its versions")
+    return corpus
 
 
 def reporter(sink: Sink, rank: int) -> Callable[[str, float], None]:
