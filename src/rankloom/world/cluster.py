@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rankloom.base.errors import ConfigError, RankLost
 from rankloom.base.topology import Links, Topology, parse_topology
 from rankloom.world.launch import Place
+from rankloom.world.transport.ask import ask
 from rankloom.world.transport.meet import read_key
 
 DEFAULT = Links()
@@ -44,10 +45,16 @@ def find_topology(place: Place, store: dist.Store, file: str | Path | None = Non
 def _tell_all(place: Place, store: dist.Store, what: str, text: str) -> list[str]:
     """Tell the others `text` about `what`. Returns the texts of all ranks, in rank order. raises: RankLost"""
     keys = [f"{what}/{rank}" for rank in range(place.size)]
-    try:
+
+    def tell() -> list[str]:
         store.set(keys[place.rank], text)
         store.wait(keys)
         return [said.decode() for said in store.multi_get(keys)]
+
+    try:
+        return ask(tell, store.timeout.total_seconds())   # type: ignore[attr-defined]   # the stubs lack it
+    except TimeoutError as error:
+        raise RankLost(f"rank {place.rank}: {what}: {error}") from None
     except (RuntimeError, dist.DistError) as error:   # a time-out, or the store has ended with the rank that serves it
         silent = [rank for rank, key in enumerate(keys) if rank != place.rank and read_key(store, key) is None]
         raise RankLost(f"rank {place.rank}: {what}: nothing was heard of ranks {silent} within the time-out; "

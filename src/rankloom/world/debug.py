@@ -21,11 +21,11 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,9 +33,11 @@ from torch import Tensor
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from rankloom.world.debug_messages import Announced, Messages
 from rankloom.world.debug_queue import Queue, Start
+from rankloom.world.transport.ask import ask
 
 SHORTEST_NAP, LONGEST_NAP = 1e-4, 2e-2   # seconds between two reads of the store; other threads use it meanwhile
 LOOK_AROUND = 0.2                        # seconds between two checks whether the others are still there
+T = TypeVar("T")
 PATIENCE = 1.0                           # seconds to wait, when a group is closed, for a call that is being started
 
 
@@ -101,8 +103,7 @@ class Inspector:
 
     def announce(self, op: str, x: Tensor, peer: int, tag: int) -> list[Announced]:
         """The same for a message, at both of its ends (debug_messages.py). Returns what a receiver has to wait for, too."""
-        with self._in_store():
-            return self._messages.announce(op, x, peer, tag, call_site())
+        return self._messages.announce(op, x, peer, tag, call_site())
 
     def check(self, mine: Fingerprint) -> None:
         """Raise unless every rank's call number `calls` is the same call.
@@ -120,12 +121,7 @@ class Inspector:
 
     def _compare(self, mine: Fingerprint) -> None:
         self.calls += 1
-        keys = {rank: self._key(rank) for rank in range(len(self.ranks))}
-        with self._in_store():
-            self.store.set(keys[self.rank], json.dumps(asdict(mine)))
-            self.store.set(f"last/{self.rank}", json.dumps(asdict(mine) | {"call": self.calls}))
-            self.wait_for(keys, f"collective number {self.calls}")
-            all_calls = [Fingerprint(**json.loads(text)) for text in self.store.multi_get([*keys.values()])]
+        all_calls = self.ask(partial(self._tell_all, mine))
         agreed = all(mine.agrees_with(call) for call in all_calls)
         unmet = unmet_rows(all_calls, self.ranks) if agreed else None
         if unmet or not agreed:
@@ -134,17 +130,38 @@ class Inspector:
                 f"{self._where} {'deals rows that do not meet' if unmet else 'is not the same on all ranks'}:\n{table}\n"
                 + (unmet or "Every rank must make the same calls in the same order; look at the call sites that differ.")
             )
+
+    def _tell_all(self, mine: Fingerprint) -> list[Fingerprint]:
+        keys = {rank: self._key(rank) for rank in range(len(self.ranks))}
+        self.store.set(keys[self.rank], json.dumps(asdict(mine)))
+        self.store.set(f"last/{self.rank}", json.dumps(asdict(mine) | {"call": self.calls}))
+        self.wait_for(keys, f"collective number {self.calls}")
         if self.calls > 1:
-            with self._in_store():
-                self.store.delete_key(self._key(self.rank, self.calls - 1))   # all have moved past it
+            self.store.delete_key(self._key(self.rank, self.calls - 1))   # all have moved past it
+        return [Fingerprint(**json.loads(text)) for text in self.store.multi_get([*keys.values()])]
 
     def where_is_everyone(self) -> str:
         """One line per rank: the last call it announced."""
         try:
-            with self._in_store():
-                return "\n".join(f"  rank {name}: {self._last_call(rank)}" for rank, name in enumerate(self.ranks))
-        except RankLost as error:
+            return self.ask(lambda: "\n".join(f"  rank {name}: {self._last_call(rank)}" for rank, name in enumerate(self.ranks)), 0.0)
+        except (RankLost, CollectiveTimeout) as error:
             return f"  not known. {error}"
+
+    def ask(self, question: Callable[[], T], seconds: float | None = None) -> T:
+        """What a question to the store gives, or raises.
+
+        seconds: after which it should have ended by itself; left out, the time-out
+        raises:  RankLost when the store is gone; CollectiveTimeout when it does not answer
+        """
+        try:
+            return ask(question, self.timeout if seconds is None else seconds)
+        except TimeoutError as error:
+            raise CollectiveTimeout(f"{self._where}: {error}") from None
+        except dist.DistError as error:
+            gone = ", ".join(f"rank {self.ranks[rank]}" for rank in self._gone())
+            raise RankLost(f"{self._where}: lost the store of the job, in which ranks compare their calls: the process that keeps it "
+                           f"has ended (rank 0, or torchrun's agent): {str(error).splitlines()[0]}"
+                           + (f"; {gone} has ended, or has left the group" if gone else "")) from error
 
     def close(self) -> None:
         """Stop comparing: calls in the queue fail."""
@@ -165,18 +182,17 @@ class Inspector:
         """
         begin = looked = time.monotonic()
         nap = SHORTEST_NAP
-        with self._in_store():
-            while not self.store.check([*keys.values()]):
-                now = time.monotonic()
-                if self._closed:
-                    raise RankLost(f"{self._me}: {what} of this group was not made: this rank has closed the group")
-                if now > looked + LOOK_AROUND:
-                    self._expect_alive(keys, what)
-                    looked = now
-                if now > begin + self.timeout:
-                    raise self._too_late(self._silent(keys), what)
-                time.sleep(nap)
-                nap = min(1.5 * nap, LONGEST_NAP)
+        while not self.store.check([*keys.values()]):
+            now = time.monotonic()
+            if self._closed:
+                raise RankLost(f"{self._me}: {what} of this group was not made: this rank has closed the group")
+            if now > looked + LOOK_AROUND:
+                self._expect_alive(keys, what)
+                looked = now
+            if now > begin + self.timeout:
+                raise self._too_late(self._silent(keys), what)
+            time.sleep(nap)
+            nap = min(1.5 * nap, LONGEST_NAP)
 
     def _expect_alive(self, keys: Mapping[int, str], what: str) -> None:
         if gone := [*self._gone()]:
@@ -192,17 +208,6 @@ class Inspector:
 
     def _silent(self, keys: Mapping[int, str]) -> list[int]:
         return [rank for rank, key in keys.items() if not self.store.check([key])]
-
-    @contextmanager
-    def _in_store(self) -> Iterator[None]:
-        """raises: RankLost when the store is gone"""
-        try:
-            yield
-        except dist.DistError as error:
-            gone = ", ".join(f"rank {self.ranks[rank]}" for rank in self._gone())
-            raise RankLost(f"{self._where}: lost the store of the job, in which ranks compare their calls: the process that keeps it "
-                           f"has ended (rank 0, or torchrun's agent): {str(error).splitlines()[0]}"
-                           + (f"; {gone} has ended, or has left the group" if gone else "")) from error
 
     @property
     def _where(self) -> str:

@@ -9,13 +9,15 @@ Cost: a write and two reads of the store at each end.
 
 import json
 from collections import Counter, defaultdict
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import CollectiveMismatch
 
+T = TypeVar("T")
 Way = tuple[int, int, int]
 """Sender, receiver, tag."""
 
@@ -27,7 +29,10 @@ class Compares(Protocol):
     ranks: Any
     store: dist.Store
 
-    def wait_for(self, keys: dict[int, str], what: str) -> None:
+    def ask(self, question: Callable[[], T], seconds: float | None = None) -> T:
+        """What a question to the store gives, or raises. raises: CollectiveTimeout, RankLost"""
+
+    def wait_for(self, keys: Mapping[int, str], what: str) -> None:
         """Wait until these ranks have written their keys. raises: CollectiveTimeout, RankLost"""
 
 
@@ -50,7 +55,7 @@ class Messages:
         announced = Announced(self._inspector, peer, way, self._counts[op, way], self._read[way],
                               {"op": op, "numel": x.numel(), "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape),
                                "site": site})
-        announced.begin()
+        self._inspector.ask(announced.begin)
         return [] if sends else [announced]
 
 
@@ -76,6 +81,9 @@ class Announced:
 
     def wait(self) -> None:
         """Of a receiver. raises: CollectiveMismatch, CollectiveTimeout, RankLost"""
+        self._inspector.ask(self._meet)
+
+    def _meet(self) -> None:
         self._inspector.wait_for({self._peer: self._theirs}, self._what)
         self._compare()
         past = [entry for entry in self._read if entry[0] < self._number]   # the sender has announced this one, so it has read those
@@ -87,7 +95,7 @@ class Announced:
 
     def is_completed(self) -> bool:
         """Whether the other end has told what it does."""
-        return self._inspector.store.check([self._theirs])
+        return self._inspector.ask(lambda: self._inspector.store.check([self._theirs]))
 
     def _compare(self) -> None:
         theirs = json.loads(self._inspector.store.get(self._theirs))

@@ -4,12 +4,10 @@ import atexit
 import os
 import socket
 import sys
-import threading
 import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -20,13 +18,13 @@ from rankloom.base.quantities import seconds
 from rankloom.base.topology import GPU_LINKS, Links
 from rankloom.world.cluster import find_topology
 from rankloom.world.connect import AUTO, World, device_for
-from rankloom.world.launch import Place, debug_mode, find_place, has_agent, job_name, meeting_point, report_uncaught
+from rankloom.world.launch import Place, agent_keeps_store, debug_mode, find_place, has_agent, job_name, meeting_point, report_uncaught
 from rankloom.world.leash import die_with
 from rankloom.world.malloc_tuning import keep_freed_memory
 from rankloom.world.program import expect_same_program
+from rankloom.world.transport.ask import ask
 from rankloom.world.transport.meet import start_afresh
 
-SLACK = 2.0   # seconds to wait beyond torch's own time-out: its error says more than ours
 # Stores stay open until the process ends. If rank 0's store closed with its world, a peer that quickly builds the next world could
 # still connect to the old server, which is about to stop. Within one process, torch lets all stores of a port share one server.
 _kept_open: list[dist.Store] = []
@@ -90,7 +88,7 @@ def _meet(place: Place, timeout: float) -> dist.Store:
     (host, port), patience, begin = meeting_point(place), seconds(timeout), time.monotonic()
     try:
         _wait_for_meeting_point(place, host, port, timeout)
-        store = _rendezvous(place, patience)
+        store = _rendezvous(place, host, port, patience)
     except (ValueError, RuntimeError, OSError) as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"rank {place.rank} of {place.size}: port {port} is in use on this host, so ranks cannot meet there: set "
@@ -101,29 +99,24 @@ def _meet(place: Place, timeout: float) -> dist.Store:
         raise RankLost(f"rank {place.rank} of {place.size} could not reach the meeting point MASTER_ADDR:MASTER_PORT = {host}:{port} "
                        f"in {time.monotonic() - begin:.1f} s: {str(error).splitlines()[0]}") from error
     store.set_timeout(patience)
+    part = start_afresh(dist.PrefixStore(f"rankloom {job_name(place)}", store), place.rank, place.size, timeout)
     _kept_open.append(store)
-    return start_afresh(dist.PrefixStore(f"rankloom {job_name(place)}", store), place.rank, place.size, timeout)
+    return part
 
 
-def _rendezvous(place: Place, patience: timedelta) -> dist.Store:
-    """torch's rendezvous, in a thread: if a service accepts the connection and never answers, torch waits forever,
-    and no signal interrupts it."""
-    found: SimpleQueue[dist.Store | Exception] = SimpleQueue()
+def _rendezvous(place: Place, host: str, port: int, patience: timedelta) -> dist.Store:
+    """The store at the meeting point: the one that torchrun's agent keeps, or rank 0's own, which does not wait for the others:
+    `start_afresh` waits for them, and says who is missing.
+    """
+    def meet() -> dist.Store:
+        if agent_keeps_store():
+            return next(dist.rendezvous("env://", place.rank, place.size, timeout=patience))[0]   # type: ignore[no-any-return]
+        return dist.TCPStore(host, port, place.size, place.rank == 0, patience, wait_for_workers=False, multi_tenant=True)
 
-    def meet() -> None:
-        try:
-            found.put(next(dist.rendezvous("env://", place.rank, place.size, timeout=patience))[0])
-        except Exception as error:   # raised in the thread that waits
-            found.put(error)
-
-    threading.Thread(target=meet, daemon=True, name="rankloom-meet").start()
     try:
-        answer = found.get(timeout=patience.total_seconds() + SLACK)
-    except Empty:
+        return ask(meet, patience.total_seconds())
+    except TimeoutError:
         raise TimeoutError("what answers there is not the store of a job") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def _wait_for_meeting_point(place: Place, host: str, port: int, timeout: float) -> None:

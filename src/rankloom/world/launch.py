@@ -42,6 +42,11 @@ def has_agent() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def agent_keeps_store() -> bool:
+    """Whether the agent serves the store at the meeting point; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
 def chosen_interface() -> str | None:
     """The (first) network interface that GLOO_SOCKET_IFNAME names for traffic between hosts; torch reads the same variable."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rankloom.base.errors import ConfigError, RankLost
+from rankloom.world.transport.ask import ask
 from rankloom.world.transport.free_memory import available_memory
 
 NAP = 0.01   # seconds between two checks of which ranks have come
@@ -88,6 +89,7 @@ def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dis
     wait_for(store, {f"part/{word}": 0}, rank, timeout)
     part = dist.PrefixStore(store.get(f"part/{word}").decode(), store)
     part.set(f"came/{rank}", word)
+    wait_for(part, {f"came/{other}": other for other in range(1, size)}, rank, timeout)   # or rank 0, which waits too, would seem missing
     return part
 
 
@@ -108,12 +110,23 @@ def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float)
     """Wait until every key is set; `keys` tells which rank sets each."""
     begin = time.monotonic()
     try:
-        store.wait(list(keys), datetime.timedelta(seconds=timeout))
+        ask(lambda: store.wait(list(keys), datetime.timedelta(seconds=timeout)), timeout)
+    except TimeoutError as error:
+        raise RankLost(f"rank {rank}: {error}") from None
     except (RuntimeError, dist.DistError) as error:
-        if (waited := time.monotonic() - begin) < timeout / 2:   # no time-out
+        waited, silent = time.monotonic() - begin, _silent(store, keys)
+        if waited < timeout / 2 or rank in silent:   # no time-out; what this rank has told has gone with the store
             raise RankLost(f"rank {rank}: the store in which ranks meet closed after {waited:.1f} s: the rank that serves it, usually 0, "
                            "has ended, or two ranks were started with the same number") from error
-        raise _absent(rank, sorted({other for key, other in keys.items() if read_key(store, key) is None}), timeout) from error
+        raise _absent(rank, silent, timeout) from error
+
+
+def _silent(store: dist.Store, keys: dict[str, int]) -> list[int]:
+    """The ranks whose keys are not set; none if the store does not answer."""
+    try:
+        return sorted(ask(lambda: {rank for key, rank in keys.items() if read_key(store, key) is None}, 0))
+    except TimeoutError:
+        return []
 
 
 def _absent(rank: int, missing: Sequence[int], timeout: float) -> RankLost:

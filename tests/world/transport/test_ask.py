@@ -1,0 +1,64 @@
+"""A store that takes questions and says nothing, as one whose process is stopped: nobody waits for it without end."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+import rankloom as rl
+from patience import AT_ONCE
+from rankloom.world.debug import Fingerprint, Inspector
+from rankloom.world.transport import ask
+from rankloom.world.transport.meet import start_afresh, wait_for
+
+
+class Stopped:
+    """A store that hears and does not answer."""
+
+    def __init__(self):
+        self.goes_on = threading.Event()
+
+    def wait(self, *_):
+        self.goes_on.wait()
+
+    get = set = check = multi_get = wait
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    monkeypatch.setattr(ask, "SLACK", 0.2)
+    store = Stopped()
+    yield store
+    store.goes_on.set()
+
+
+def test_an_answer_and_an_error_come_back():
+    assert ask.ask(lambda: 3, 1.0) == 3
+    with pytest.raises(KeyError, match="no"):
+        ask.ask(lambda: {}["no"], 1.0)
+
+
+def test_ranks_that_meet_do_not_wait_for_a_stopped_store(stopped):
+    begin = time.monotonic()
+    with pytest.raises(rl.RankLost, match=r"rank 1: the store of the job does not answer: .* is stopped, or its host is cut off"):
+        wait_for(stopped, {"a": 0}, 1, 0.3)
+    assert time.monotonic() - begin < AT_ONCE
+
+
+def test_debug_mode_does_not_wait_for_a_stopped_store(stopped):
+    inspector, call = Inspector(stopped, 0, [4, 5], timeout=0.3), Fingerprint("barrier", "[]", "float32", "", "here")
+    for _ in range(2):   # the second fails with the same, at once
+        with pytest.raises(rl.CollectiveTimeout, match=r"rank 4: collective number 1 of this group: the store of the job does not answer"):
+            inspector.check(call)
+    assert inspector.where_is_everyone().startswith("  not known. rank 4: ")
+
+
+def test_who_waits_at_the_meeting_point_names_the_rank_that_is_missing_and_not_rank_0_which_waits_too():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        leader, other = (pool.submit(start_afresh, store, rank, 3, seconds) for rank, seconds in ((0, 2.0), (1, 0.5)))
+        for waiting in (leader, other):
+            with pytest.raises(rl.RankLost, match=r"rank \d: rank\(s\) 2 did not join the group"):
+                waiting.result()
