@@ -7,7 +7,8 @@ How a backend must add, so that its bits do not depend on sizes, chunks or chanc
 - in rank order: ((x0 + x1) + x2) + ...; a product likewise; a mean is that sum, divided by the number of ranks;
   where ranks are on several hosts: so on each host, and then the results of the hosts, in the order of their first ranks;
 - floats of 16 and 8 bits in fp32, rounded once in the end; fp32 and fp64 in themselves; complex as pairs;
-- whole numbers wrap around; for bool, a sum and a maximum are "or", a product and a minimum "and" (as NCCL and torch have it);
+- whole numbers wrap around, and their mean is that sum, divided, towards zero (there is none of uint64);
+- for bool, a sum and a maximum are "or", a product and a minimum "and" (as NCCL and torch have it);
 - a minimum or maximum of anything and NaN is a NaN (of whatever bits: processors and torch make different ones).
 """
 
@@ -34,14 +35,16 @@ BITWISE = ("band", "bor", "bxor")
 OPS = ("sum", "avg", "product", "min", "max", *BITWISE)
 
 FOLD: dict[str, Callable] = {"sum": torch.add, "avg": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
-FOLD_WHOLE: dict[str, Callable] = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum,
+FOLD_WHOLE: dict[str, Callable] = {"sum": np.add, "avg": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum,
                                    "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 
 
 def has_meaning(op: str, dtype: torch.dtype) -> bool:
     """Whether `op` can be right for `dtype`. What has no meaning must be refused by name, on every rank."""
+    if op == "avg" and dtype in (torch.uint64, torch.bool):
+        return False
     if dtype in WHOLE or dtype == torch.bool:
-        return op != "avg"
+        return True
     return op in ("sum", "avg") or (op in ("product", "min", "max") and dtype in FLOATS)
 
 
@@ -57,6 +60,9 @@ def reduced(parts: Sequence[Tensor], op: str, nodes: Nodes) -> Tensor:
         return torch.view_as_complex(reduced([torch.view_as_real(part) for part in parts], op, nodes))
     if dtype in WHOLE or dtype == torch.bool:   # in numpy: torch has few operations on uint16 to uint64
         total = fold([part.reshape(-1).numpy() for part in parts], FOLD_WHOLE[op], nodes)
+        if op == "avg":
+            wide = total.astype(np.int64)
+            total = (wide // len(parts) + ((wide % len(parts) != 0) & (wide < 0))).astype(total.dtype)
         return torch.from_numpy(total.copy()).view(shape)
     total = fold([part.to(torch.float32 if dtype.itemsize < 4 else dtype) for part in parts], FOLD[op], nodes)
     return (total / len(parts) if op == "avg" else total).to(dtype)

@@ -182,7 +182,7 @@ def test_a_new_group_of_the_same_ranks_works_after_a_mismatch(ranks):
 REFUSED = {
     "a factor before the sum": lambda group: group.allreduce([torch.ones(2)], options(op=c10d._make_nccl_premul_sum(2.0))),
     "bits of floats": lambda group: all_reduce(group, op=dist.ReduceOp.BAND),
-    "the mean of whole numbers": lambda group: all_reduce(group, dtype=torch.int64, op=dist.ReduceOp.AVG),
+    "the mean of the longest whole numbers": lambda group: all_reduce(group, dtype=torch.uint64, op=dist.ReduceOp.AVG),
     "the mean of bools": lambda group: all_reduce(group, dtype=torch.bool, op=dist.ReduceOp.AVG),
     "the smallest complex number": lambda group: all_reduce(group, dtype=torch.complex64, op=dist.ReduceOp.MIN),
     "the sum of what nobody adds": lambda group: group.allreduce([torch.ones(4).view(torch.float4_e2m1fn_x2)], options()),

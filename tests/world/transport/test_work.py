@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 import rankloom as rl
 from conformance.ranks import Ranks
@@ -37,6 +38,24 @@ def test_work_has_ended_for_every_thread_only_when_its_results_are_home(ranks):
     assert began.wait(AT_ONCE)
     work.wait()
     assert home == [True] and future.wait() == [x]
+
+
+def test_a_running_profiler_shows_calls_made_at_once_and_those_that_are_waited_for(ranks):
+    def body(rank):
+        group, begun = ranks.groups[rank], c10d.AllreduceOptions()
+        begun.asyncOp = True
+        group.broadcast([torch.ones(4)], at_once(c10d.BroadcastOptions()))   # not shown: the profiler does not run yet
+        with torch.autograd.profiler.profile(enabled=rank == 0) as profile:
+            for _ in range(3):
+                group.allreduce([torch.ones(4)], at_once(c10d.AllreduceOptions()))
+            group.allreduce([torch.ones(4)], begun).wait()
+        return {each.key: each.count for each in profile.key_averages() if "rankloom" in each.key} if rank == 0 else None
+
+    def at_once(options):
+        options.asyncOp = False
+        return options
+
+    assert ranks.run(body)[0] == {"rankloom:all_reduce": 4}
 
 
 def test_everyone_who_asks_hears_what_went_wrong_as_results_were_brought_home(ranks):

@@ -48,7 +48,7 @@ def _fold(numbers: Sequence[Tensor], op: int) -> Tensor:
         return _fold_unsigned([x.view(SIGNED[dtype]) for x in numbers], op).view(dtype)
     wide = torch.float32 if dtype in HALVES and op in (SUM, AVG, PRODUCT) else dtype
     total = reduce(lambda so_far, x: JOIN[op](so_far, x, out=so_far), numbers[1:], numbers[0].to(wide, copy=True))
-    return total.div_(len(numbers)) if op == AVG else total
+    return total.div_(len(numbers)) if op == AVG and total.is_floating_point() else total   # whole numbers: see operands.countable
 
 
 def _fold_unsigned(numbers: Sequence[Tensor], op: int) -> Tensor:

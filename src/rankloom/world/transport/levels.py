@@ -204,7 +204,7 @@ class Levels:
         home = None if call.dtype in NARROW else out.view(NUMPY[call.dtype])
         # Otherwise to one of the first two pieces, but not to this rank's own, which may be the input.
         total = _join(call.op, pieces, home if len(pieces) == 2 else pieces[self.here == 0])
-        if call.op == AVG:
+        if call.op == AVG and total.dtype.kind == "f":   # whole numbers are divided where torch has them
             np.divide(total, self._wire.size, out=total)
         if home is None:
             torch.from_numpy(out.view(np.int16)).view(call.dtype).copy_(torch.from_numpy(total))

@@ -6,7 +6,7 @@ numbers to pairs, bool to bytes of 0 and 1 (a sum is an "or"), float8 to fp32 wi
 
 import array
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -178,10 +178,10 @@ def all_untouched(given: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Te
     return [x.detach().clone() if shares(x.data_ptr(), x.nbytes) else x for x in given]
 
 
-def countable(x: Tensor, op: Any, label: str) -> tuple[Tensor, int, int, Finish | None]:
+def countable(x: Tensor, op: Any, label: str, size: int) -> tuple[Tensor, int, int, Finish | None]:
     """A contiguous tensor to reduce instead of `x`, its number type, the operation, and a function that copies the result to `x`.
 
-    op:     torch's ReduceOp
+    op:     torch's ReduceOp; the kernels add whole numbers for AVG, and the function divides by `size`, the number of ranks
     raises: ShapeMismatch for an operation that this dtype does not have
     """
     number, code, refusal = _arithmetic(x.dtype, op.op)
@@ -189,13 +189,20 @@ def countable(x: Tensor, op: Any, label: str) -> tuple[Tensor, int, int, Finish 
         raise ShapeMismatch(f"{label}: {refusal}")
     flat, back = dense_output(x, label)
     if x.dtype in NUMBERS:
-        return flat, number, code, back
+        return flat, number, code, partial(_divide, x, size, back) if code == AVG and not x.is_floating_point() else back
     if x.is_complex():
         return torch.view_as_real(flat.detach()), number, code, back
     if x.dtype == torch.bool:
         return flat.view(torch.uint8), number, code, back
     wide = flat.float()
     return wide, number, code, lambda: x.detach().copy_(wide.to(x.dtype))
+
+
+def _divide(x: Tensor, size: int, back: Finish | None) -> None:
+    """The mean of whole numbers, towards zero, as NCCL has it: Lightning asks for it where a backend is not named gloo."""
+    if back is not None:
+        back()
+    x.detach().copy_(x.detach().to(torch.int64).div_(size, rounding_mode="trunc"))
 
 
 @cache   # torch's enums are slow to compare
@@ -219,7 +226,7 @@ def _why_meaningless(dtype: torch.dtype, op: Any) -> str | None:
         reason = "has no arithmetic; send x.view(torch.uint8)"
     elif op in _BITWISE and is_float:
         reason = "is for whole numbers and bool"
-    elif op == _Op.AVG and not is_float:
+    elif op == _Op.AVG and dtype in (torch.bool, torch.uint64):   # there is no wider dtype to divide the latter in
         reason = "is not of that dtype; sum, then divide"
     elif dtype.is_complex and op not in (_Op.SUM, _Op.AVG):
         reason = "has no meaning element by element for complex numbers here; gather, then combine"

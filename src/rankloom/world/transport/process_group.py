@@ -38,6 +38,7 @@ from rankloom.world.transport.forms import in_either_form
 from rankloom.world.transport.hosts import HostsBuffers, HostsChannel
 from rankloom.world.transport.meet import find_neighbours
 from rankloom.world.transport.operands import BYTES, Finish, countable, dense, dense_output, number_of
+from rankloom.world.transport.profiled import profiled
 from rankloom.world.transport.sparse import all_reduce_sparse
 from rankloom.world.transport.work import DONE, AsBackend, Herald, InFlight, Pending, PendingCollective, PendingMessage, Work, last_of
 
@@ -144,7 +145,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         return self._reduce(REDUCE, _only(tensors, "reduce"), opts, opts.rootRank)
 
     def _reduce(self, kind: int, x: Tensor, opts: Any, root: int = 0) -> Work:
-        flat, number, op, back = countable(x, opts.reduceOp, self._where(kind))
+        flat, number, op, back = countable(x, opts.reduceOp, self._where(kind), self.size())
         if kind == REDUCE and self.rank() != root:
             back = None
         address = flat.data_ptr()
@@ -157,9 +158,9 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         out, parts = _only(outputs, "reduce_scatter"), _only(inputs, "reduce_scatter")
         operands.expect_one_each(parts, self.size(), "reduce_scatter", "input")
         where = self._where(REDUCE_SCATTER)
-        target, number, op, back = countable(out, opts.reduceOp, where)
+        target, number, op, back = countable(out, opts.reduceOp, where, self.size())
         operands.expect_dtype(out, parts, where)
-        given = operands.all_untouched([countable(part.detach(), opts.reduceOp, where)[0] for part in parts], [target])
+        given = operands.all_untouched([countable(part.detach(), opts.reduceOp, where, 1)[0] for part in parts], [target])
         mine = [target.nbytes] * self.size()
         table = operands.lengths_table([x.data_ptr() for x in given], [x.nbytes for x in given], [target.data_ptr()] * self.size(), mine)
         return self._start((REDUCE_SCATTER, number, op, 0, 0, 0, table), opts, [out], [given, target], back)
@@ -167,8 +168,8 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         opts = opts or c10d.ReduceScatterOptions()
         where = self._where(REDUCE_SCATTER)
-        given, number, op, _ = countable(input.detach(), opts.reduceOp, where)
-        target, _, _, back = countable(output, opts.reduceOp, where)
+        given, number, op, _ = countable(input.detach(), opts.reduceOp, where, 1)
+        target, _, _, back = countable(output, opts.reduceOp, where, self.size())
         operands.expect_size(given.numel(), target.numel() * self.size(), where, "input")
         operands.expect_dtype(output, [input], where)
         given = operands.untouched(given, target, self.rank())
@@ -356,7 +357,8 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         if timeout <= 0:   # unset
             timeout = self.channel.timeout
         if not opts.asyncOp:
-            why = self.channel.link.run(*call, timeout)
+            with profiled(KINDS[call[0]]):
+                why = self.channel.link.run(*call, timeout)
             if why:
                 raise self.channel.explain(why, KINDS[call[0]], timeout)
             for back in filter(None, backs):

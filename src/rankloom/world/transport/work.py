@@ -19,6 +19,7 @@ from rankloom.base.errors import CollectiveTimeout
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import ANYONE, TIMED_OUT
 from rankloom.world.transport.operands import Finish
+from rankloom.world.transport.profiled import profiled
 
 FOREVER = 1e9    # seconds: the call has its own time-out
 FEW = 16         # works in flight, through all of which every new one may look
@@ -101,7 +102,8 @@ class Pending(Work):
         """See `Work.wait`. With a timeout, it raises CollectiveTimeout after that, and the work goes on."""
         seconds = FOREVER if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
         if not self._ended:
-            self._end(self._await(seconds), seconds)
+            with profiled(self.label):
+                self._end(self._await(seconds), seconds)
         if self._error:
             raise self._error
         return True
