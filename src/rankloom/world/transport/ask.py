@@ -33,5 +33,8 @@ def ask(question: Callable[[], T], seconds: float) -> T:
         raise TimeoutError("the store of the job does not answer: the process that keeps it (rank 0, or torchrun's agent) is stopped, "
                            "or its host is cut off") from None
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error   # its traceback refers to this frame, and that to what asked
     return answer   # type: ignore[return-value]
