@@ -1,5 +1,6 @@
 """A whole run, seen from inside: losses, events, files, and what happens when one rank cannot go on."""
 
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from rankloom.base.events import Evaluated, Notice, Saved, StepDone
 from rankloom.base.mesh import Mesh
 from rankloom.data.loader import TokenSamples
 from rankloom.models.loss import language_model_loss
-from rankloom.train import finish, loop
+from rankloom.train import finish, job, loop
 from rankloom.train.config import load_config
 from rankloom.train.job import open_corpus
 from rankloom.train.optim import learning_rate
@@ -225,6 +226,13 @@ def test_hosts_with_other_text_or_another_tokenizer_are_refused_on_every_rank(ta
             with pytest.raises(ConfigError, match=rf"rank 1 was given another data than rank 0: .*{said}.* text \(.*\) and tokenizer"):
                 open_corpus(configs[world.rank], world, print)
         simulate(2, body)
+
+
+def test_hosts_that_learned_other_tokenizers_from_the_same_text_are_refused(table, monkeypatch):
+    number = itertools.count()
+    monkeypatch.setattr(job, "tokenizer_hash", lambda tokenizer: str(next(number)))   # as of another version of tokenizers
+    with pytest.raises(ConfigError, match="rank 1 was given another data than rank 0: hash of the tokenizer is"):
+        simulate(2, lambda world: open_corpus(table(), world, print))
 
 
 def test_too_little_validation_text_is_told_before_the_first_step_unless_nothing_is_evaluated(table, tmp_path):

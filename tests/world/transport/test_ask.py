@@ -3,12 +3,15 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 import rankloom as rl
 from patience import AT_ONCE
+from rankloom.world.cluster import find_topology
 from rankloom.world.debug import Fingerprint, Inspector
 from rankloom.world.transport import ask
 from rankloom.world.transport.meet import start_afresh, wait_for
@@ -24,6 +27,18 @@ class Stopped:
         self.goes_on.wait()
 
     get = set = check = multi_get = wait
+    timeout = timedelta(seconds=0.3)
+
+
+class Ended:
+    """A store whose process ends while a rank waits."""
+
+    def wait(self, *_):
+        time.sleep(0.3)
+        self.check()
+
+    def check(self, *_):
+        raise dist.DistNetworkError("connection was reset")
 
 
 @pytest.fixture
@@ -45,6 +60,16 @@ def test_ranks_that_meet_do_not_wait_for_a_stopped_store(stopped):
     with pytest.raises(rl.RankLost, match=r"rank 1: the store of the job does not answer: .* is stopped, or its host is cut off"):
         wait_for(stopped, {"a": 0}, 1, 0.3)
     assert time.monotonic() - begin < AT_ONCE
+
+
+def test_ranks_that_say_where_they_are_do_not_wait_for_a_stopped_store(stopped):
+    with pytest.raises(rl.RankLost, match=r"rank 1: node: the store of the job does not answer"):
+        find_topology(SimpleNamespace(rank=1, size=2, local_size=1, node="b"), stopped)
+
+
+def test_a_store_that_ended_with_what_this_rank_told_is_said_to_have_closed_and_no_rank_is_blamed():
+    with pytest.raises(rl.RankLost, match=r"rank 1: the store in which ranks meet closed after 0\.\d s"):
+        wait_for(Ended(), {"came/0": 0, "came/1": 1}, 1, 0.3)
 
 
 def test_debug_mode_does_not_wait_for_a_stopped_store(stopped):
