@@ -59,8 +59,9 @@ def test_a_file_is_shown_as_it_is_and_runs_so(tmp_path):
     ({"save": "s.json"}, "--save s.json: expected a name that ends in .txt"),
     ({"svg": "x.png"}, "--svg x.png: expected a name that ends in .svg"),
     ({"svg": "both.svg", "trace": "both.svg"}, "--trace both.svg: expected a name that ends in .json"),
+    ({"svg": "x.svg", "trace": "nowhere/x.json"}, "--trace nowhere/x.json: there is no folder nowhere"),
 ])
-def test_a_name_that_ends_as_another_kind_of_file_is_refused_before_any_is_written(files, said, tmp_path, monkeypatch):
+def test_a_name_that_ends_as_another_kind_of_file_or_lies_nowhere_is_refused_before_any_is_written(files, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=re.escape(said)):
         list(show_schedule("1f1b", **NOTHING | {flag: Path(name) for flag, name in files.items()}))
@@ -160,7 +161,7 @@ def test_costs_are_numbers_or_a_file_with_a_number_for_each_stage(tmp_path):
     ({"costs": "nan,1,1"}, "each a number"),
     ({"costs": "1,1,1,inf"}, "each a number"),
     ({"costs": "0,0,0"}, "give some time to F, I or W"),
-    ({"stages": 3, "chunks": 2}, "made for 1"), ({"svg": "/none/x.svg"}, "cannot be written"),
+    ({"stages": 3, "chunks": 2}, "made for 1"), ({"svg": "/proc/x.svg"}, "cannot be written"),
 ])
 def test_a_mistake_is_refused_with_what_was_expected(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -161,10 +161,12 @@ def show_schedule(name: str, *, stages: int | None, microbatches: int | None, ch
 
 
 def _expect_files(svg: Path | None, trace: Path | None, save: Path | None) -> None:
-    """Raise ConfigError for a name whose ending is of another kind of file: so each file has its own name, too."""
+    """Raise ConfigError for a folder that is not there, and for a name that ends as another kind of file: so all names differ."""
     for flag, path, ending in (("--svg", svg, ".svg"), ("--trace", trace, ".json"), ("--save", save, ".txt")):
         if path is not None and path.suffix != ending:
             raise ConfigError(f"{flag} {path}: expected a name that ends in {ending}")
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}")
 
 
 def _read(path: Path) -> str:

@@ -87,7 +87,8 @@ def test_none_takes_a_key_back_to_being_left_out(file):
         ("[run]\nname = 'none'\n", 'neither name nor folder can be "none", the word that removes a key on the command line'),
         ("[run]\nfolder = 'none'\n", 'neither name nor folder can be "none", the word that removes a key on the command line'),
         ("train = 3\n", "train.toml [train]: must be a section of `key = value` lines"),
-        ("\n\nsteps 2\n", "train.toml: not valid TOML: Expected '=' after a key in a key/value pair (at line 3"),
+        ("\n\nsteps 2\n", "train.toml: not valid TOML: Expected '=' after a key in a key/value pair (at line 3, column 7): steps 2"),
+        ("[train]\nsteps = 2\nsteps = 3\n", "train.toml: not valid TOML: Cannot overwrite a value (at line 3, column 10): steps = 3"),
         ("", "train.toml [train]: is missing"),
     ],
 )

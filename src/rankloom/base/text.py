@@ -1,9 +1,12 @@
 """Text that came from outside, made safe to show."""
 
 import io
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+LONG = 100   # characters of a line to quote
 
 
 def printable(text: str) -> str:
@@ -13,6 +16,17 @@ def printable(text: str) -> str:
     'a\\\\x1b[31mb'
     """
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text.replace("\t", "    "))
+
+
+def with_its_line(error: ValueError, text: str) -> str:
+    """The error of a parser of TOML or JSON, and the line of `text` that it means.
+
+    >>> with_its_line(ValueError("Cannot overwrite a value (at line 2, column 9)"), "lr = 1\\nlr = 2")
+    'Cannot overwrite a value (at line 2, column 9): lr = 2'
+    """
+    found = re.search(r"\bline (\d+)", str(error))
+    line = text.split("\n")[int(found[1]) - 1].strip() if found else ""
+    return f"{error}: {printable(line[:LONG])}{' ...' * (len(line) > LONG)}" if line else str(error)
 
 
 def whole_number(kind: type, words: Sequence[Any]) -> int:

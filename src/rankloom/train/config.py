@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.files import saving
+from rankloom.base.text import with_its_line
 from rankloom.train.schema import Config
 
 Table = dict[str, Any]
@@ -138,9 +139,10 @@ def _several(text: str) -> list[tuple[str, str]]:
 
 def _read(path: Path) -> Table:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))   # some editors write a byte-order mark
+        text = path.read_text(encoding="utf-8-sig")   # some editors write a byte-order mark
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        raise ConfigError(f"{path}: not valid TOML: {with_its_line(error, text)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not a config: brackets in brackets, too many to read") from None
     except UnicodeDecodeError as error:

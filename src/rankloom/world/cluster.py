@@ -1,5 +1,6 @@
 """Which ranks share a node, according to the launcher or a cluster file. base/topology.py describes the file."""
 
+import hashlib
 import json
 import tomllib
 from pathlib import Path
@@ -7,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rankloom.base.errors import ConfigError, RankLost
+from rankloom.base.errors import ConfigError
+from rankloom.base.text import with_its_line
 from rankloom.base.topology import Links, Topology, parse_topology
 from rankloom.world.launch import Place
-from rankloom.world.transport.ask import ask
-from rankloom.world.transport.meet import read_key
+from rankloom.world.transport.meet import hear_all
 
 DEFAULT = Links()
 
@@ -24,7 +25,8 @@ def find_topology(place: Place, store: dist.Store, file: str | Path | None = Non
     raises: ConfigError, on all ranks, when the file is wrong on one of them or differs between them; RankLost
     """
     one_node = place.local_size == place.size
-    names = [""] * place.size if one_node else _tell_all(place, store, "node", str(place.node))
+    timeout = store.timeout.total_seconds()   # type: ignore[attr-defined]   # the stubs lack it
+    names = [""] * place.size if one_node else hear_all(store, "node", place.rank, place.size, timeout, str(place.node))
     topology = Topology.of_names(names, links)
     if file is None:
         return topology
@@ -33,7 +35,7 @@ def find_topology(place: Place, store: dist.Store, file: str | Path | None = Non
         problem = ""
     except ConfigError as error:
         problem = str(error)
-    said = _tell_all(place, store, "cluster file", problem or repr(topology))
+    said = hear_all(store, "cluster file", place.rank, place.size, timeout, problem or _summary(topology))
     other = next((rank for rank, what in enumerate(said) if what != said[0]), None)
     if other is not None:
         raise ConfigError(f"{file}: not the same on all nodes. Rank 0: {said[0]}; rank {other}: {said[other]}")
@@ -42,23 +44,9 @@ def find_topology(place: Place, store: dist.Store, file: str | Path | None = Non
     return topology
 
 
-def _tell_all(place: Place, store: dist.Store, what: str, text: str) -> list[str]:
-    """Tell the others `text` about `what`. Returns the texts of all ranks, in rank order. raises: RankLost"""
-    keys = [f"{what}/{rank}" for rank in range(place.size)]
-
-    def tell() -> list[str]:
-        store.set(keys[place.rank], text)
-        store.wait(keys)
-        return [said.decode() for said in store.multi_get(keys)]
-
-    try:
-        return ask(tell, store.timeout.total_seconds())   # type: ignore[attr-defined]   # the stubs lack it
-    except TimeoutError as error:
-        raise RankLost(f"rank {place.rank}: {what}: {error}") from None
-    except (RuntimeError, dist.DistError) as error:   # a time-out, or the store has ended with the rank that serves it
-        silent = [rank for rank, key in enumerate(keys) if rank != place.rank and read_key(store, key) is None]
-        raise RankLost(f"rank {place.rank}: {what}: nothing was heard of ranks {silent} within the time-out; "
-                       "they have ended, or were not asked for it") from error
+def _summary(topology: Topology) -> str:
+    """What ranks compare: all of it is a number for each rank, from each rank, for each rank."""
+    return f"{len(topology.nodes)} node(s), {topology.links}, hash {hashlib.sha256(repr(topology).encode()).hexdigest()[:12]}"
 
 
 def read_cluster(path: str | Path, size: int, otherwise: Topology) -> Topology:
@@ -89,6 +77,7 @@ def _read_table(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 text (byte {error.start})") from None
     except (ValueError, RecursionError) as error:   # tomllib's and json's own errors are ValueErrors
-        raise ConfigError(f"not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
+        said = with_its_line(error, text) if isinstance(error, ValueError) else error
+        raise ConfigError(f"not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {said}") from None
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from None

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import rankloom
 from rankloom.base.alike import first_difference
-from rankloom.base.errors import ConfigError, RankLost
-from rankloom.world.transport.meet import hear_all
+from rankloom.base.errors import ConfigError
+from rankloom.world.transport.meet import hear_all, wait_for
 
 FAREWELL = 5.0   # seconds to wait until all ranks have read the store
 
@@ -30,8 +30,10 @@ def expect_same_program(store: dist.Store, rank: int, size: int, timeout: float,
     mine = {"torch": torch.__version__, "Python": python, "rankloom": _version()} | {name: str(value) for name, value in given.items()}
     everyone = [json.loads(told) for told in hear_all(store, "program", rank, size, timeout, json.dumps(mine))]
     if problem := first_difference("program", everyone, range(size)):
-        with contextlib.suppress(RankLost):   # the store ends with rank 0, which stays until all ranks have read it, or time is up
-            hear_all(store, "heard", rank, size, min(timeout, FAREWELL), "yes")
+        with contextlib.suppress(RuntimeError):   # the store ends with rank 0, which stays until all ranks have read it, or time is up
+            store.set(f"heard/{rank}", "yes")
+            if rank == 0:
+                wait_for(store, {f"heard/{other}": other for other in range(size)}, rank, min(timeout, FAREWELL))
         raise ConfigError(problem)
 
 

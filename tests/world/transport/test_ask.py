@@ -63,7 +63,7 @@ def test_ranks_that_meet_do_not_wait_for_a_stopped_store(stopped):
 
 
 def test_ranks_that_say_where_they_are_do_not_wait_for_a_stopped_store(stopped):
-    with pytest.raises(rl.RankLost, match=r"rank 1: node: the store of the job does not answer"):
+    with pytest.raises(rl.RankLost, match=r"rank 1: the store of the job does not answer"):
         find_topology(SimpleNamespace(rank=1, size=2, local_size=1, node="b"), stopped)
 
 

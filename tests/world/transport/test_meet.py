@@ -40,6 +40,16 @@ def test_those_that_do_not_start_are_named(rank, missing):
         start_afresh(dist.HashStore(), rank, P, 0.2)
 
 
+def test_ranks_that_count_each_other_differently_are_told_so():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as ranks:
+        leader, other = (ranks.submit(start_afresh, store, rank, size, 2.0) for rank, size in ((0, 2), (1, 4)))
+        with pytest.raises(rl.ConfigError, match="rank 1 was started as one of 4 ranks, rank 0 as one of 2: give all the same WORLD_SIZE"):
+            leader.result()
+        with pytest.raises(RankLost, match=r"rank 1: rank\(s\) 2, 3 did not join"):
+            other.result()
+
+
 def test_a_store_that_ends_with_its_rank_is_no_time_out():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)

@@ -15,10 +15,10 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -28,6 +28,7 @@ from rankloom.world.transport.free_memory import available_memory
 
 NAP = 0.01   # seconds between two checks of which ranks have come
 PAGE = mmap.PAGESIZE
+T = TypeVar("T")
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL   # if one rank truncated it, all that touch it would be killed
 
 
@@ -67,12 +68,19 @@ def find_neighbours(store: dist.Store, rank: int, size: int, timeout: float, *, 
 def hear_all(store: dist.Store, what: str, rank: int, size: int, timeout: float, mine: str) -> list[str]:
     """Tell the others `mine`. Returns what each of them tells, in rank order.
 
+    Rank 0 collects it, and the others read that: if each waited for each, the store would hold p^2 waits.
+    price:  p texts to and from the store for each rank
     raises: RankLost naming the ranks that did not come within `timeout` seconds
     """
-    keys = [f"{what}/{other}" for other in range(size)]
-    store.set(keys[rank], mine)
-    wait_for(store, dict(zip(keys, range(size))), rank, timeout)
-    return [told.decode() for told in store.multi_get(keys)]
+    keys, everything = {f"{what}/{other}": other for other in range(size)}, f"{what}, of all"
+    _ask(lambda: store.set(f"{what}/{rank}", mine), rank, timeout)
+    if rank:
+        wait_for(store, keys, rank, timeout, until=everything)
+        return json.loads(_ask(lambda: store.get(everything), rank, timeout))   # type: ignore[no-any-return]
+    wait_for(store, keys, rank, timeout)
+    told = [text.decode() for text in _ask(lambda: store.multi_get([*keys]), rank, timeout)]
+    _ask(lambda: store.set(everything, json.dumps(told)), rank, timeout)
+    return told
 
 
 def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
@@ -80,45 +88,66 @@ def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dis
 
     Ranks cannot compare how often they were started: torchrun counts for each node alone. So each writes a new random word, and
     rank 0 answers every word that it finds with the name of the part, until all ranks have come there.
-    raises: RankLost naming the ranks that did not come within `timeout` seconds
+    raises: RankLost naming the ranks that did not come within `timeout` seconds; on rank 0, ConfigError if one counts other ranks than it
     """
     if rank == 0:
         return _lead(store, size, timeout)
     word = secrets.token_hex(8)
-    store.set(f"word/{rank}", word)
+    _ask(lambda: store.set(f"word/{rank}", word), rank, timeout)
     wait_for(store, {f"part/{word}": 0}, rank, timeout)
-    part = dist.PrefixStore(store.get(f"part/{word}").decode(), store)
-    part.set(f"came/{rank}", word)
-    wait_for(part, {f"came/{other}": other for other in range(1, size)}, rank, timeout)   # or rank 0, which waits too, would seem missing
+    part = dist.PrefixStore(_ask(lambda: store.get(f"part/{word}"), rank, timeout).decode(), store)
+    _ask(lambda: part.set(f"came/{rank}", str(size)), rank, timeout)
+    wait_for(part, {f"came/{other}": other for other in range(1, size)}, rank, timeout, until="all came")
     return part
 
 
 def _lead(store: dist.Store, size: int, timeout: float) -> dist.Store:
     name, deadline = secrets.token_hex(8), time.monotonic() + timeout
-    part, answered = dist.PrefixStore(name, store), set[str]()
-    while missing := [rank for rank in range(1, size) if read_key(part, f"came/{rank}") is None]:
+    part, answered, missing = dist.PrefixStore(name, store), set[str](), list(range(1, size))
+    while missing := [rank for rank in missing if not _has_come(part, rank, size)]:
         if time.monotonic() > deadline:
             raise _absent(0, missing, timeout)
         for word in {word for rank in missing if (word := read_key(store, f"word/{rank}"))} - answered:
             store.set(f"part/{word}", name)
             answered.add(word)
         time.sleep(NAP)
+    part.set("all came", "")
     return part
 
 
-def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float) -> None:
-    """Wait until every key is set; `keys` tells which rank sets each."""
+def _has_come(part: dist.Store, rank: int, size: int) -> bool:
+    """raises: ConfigError if that rank counts other ranks than `size`"""
+    counts = read_key(part, f"came/{rank}")
+    if counts not in (None, str(size)):
+        raise ConfigError(f"rank {rank} was started as one of {counts} ranks, rank 0 as one of {size}: give all the same WORLD_SIZE "
+                          "(torchrun: the same --nnodes and --nproc-per-node)")
+    return counts is not None
+
+
+def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float, *, until: str | None = None) -> None:
+    """Wait until every key is set; `keys` tells which rank sets each.
+
+    until: the key that rank 0 sets when it has seen them all, to wait for in their place; they tell who is missing
+    """
     begin = time.monotonic()
     try:
-        ask(lambda: store.wait(list(keys), datetime.timedelta(seconds=timeout)), timeout)
-    except TimeoutError as error:
-        raise RankLost(f"rank {rank}: {error}") from None
-    except (RuntimeError, dist.DistError) as error:
+        _ask(lambda: store.wait([*keys] if until is None else [until], datetime.timedelta(seconds=timeout)), rank, timeout)
+    except RankLost:
+        raise
+    except RuntimeError as error:
         waited, silent = time.monotonic() - begin, _silent(store, keys)
         if waited < timeout / 2 or rank in silent:   # no time-out; what this rank has told has gone with the store
             raise RankLost(f"rank {rank}: the store in which ranks meet closed after {waited:.1f} s: the rank that serves it, usually 0, "
                            "has ended, or two ranks were started with the same number") from error
         raise _absent(rank, silent, timeout) from error
+
+
+def _ask(question: Callable[[], T], rank: int, timeout: float) -> T:
+    """`ask`, for rank `rank`. raises: RankLost"""
+    try:
+        return ask(question, timeout)
+    except TimeoutError as error:
+        raise RankLost(f"rank {rank}: {error}") from None
 
 
 def _silent(store: dist.Store, keys: dict[str, int]) -> list[int]:
@@ -138,7 +167,7 @@ def read_key(store: dist.Store, key: str) -> str | None:
     """The value of a key, or None if it is not set, or the store has ended."""
     try:
         return store.get(key).decode() if store.check([key]) else None
-    except (RuntimeError, dist.DistError):   # the store has ended, with its host
+    except RuntimeError:   # the store has ended, with its host
         return None
 
 
@@ -201,7 +230,7 @@ def map_together(store: dist.Store, rank: int, size: int, kernels: dict[str, Any
     try:
         mapping, descriptor, kernel = _join(store, rank, size, kernels, timeout) if rank else _create(store, size, kernels)
     except Exception as error:   # not hidden: the ranks that wait are told
-        with contextlib.suppress(RuntimeError, dist.DistError):   # if the store is gone, the others notice that themselves
+        with contextlib.suppress(RuntimeError):   # if the store is gone, the others notice that themselves
             for what in ("memory", "mapped"):
                 store.set(f"{what}/{rank}", json.dumps(str(error)))
         raise
