@@ -116,8 +116,8 @@ class Pieces:
         own = {name: self.pieces[name].cut(value).clone() for name, value in plain.items()}
         if self.whole:
             own = {name: own[name].view(plain[name].shape) if self.pieces[name].is_whole else own[name] for name in own}
-        self.owners = {name: nn.Parameter(value) for name, value in own.items()}
-        give_owners(self.optimizer, stand_ins, self.owners, self.pieces)
+        give_owners(self.optimizer, stand_ins, {name: nn.Parameter(value) for name, value in own.items()}, self.pieces)
+        self.owners = stand_ins
 
     def train(self, steps: range = range(STEPS)) -> "Pieces":
         """Update by this rank's piece of the gradients."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import rankloom as rl
 from rankloom.train.batches import with_halves
-from rankloom.train.diagnose import expect_sum, explain_non_finite
+from rankloom.train.diagnose import FEW_STEPS, expect_sum, explain_non_finite
 
 
 def explain(world: rl.World, *, bad_loss: dict | None = None, bad_gradients: dict | None = None) -> str:
@@ -77,6 +77,69 @@ def test_ranks_that_share_their_rows_are_named_by_their_number_in_the_world(batc
 
     said = rl.simulate(rl.Mesh(replicate=2, tensor=2), body)
     assert all(name in text for name, text in zip(named, said, strict=True)), said
+
+
+@pytest.mark.parametrize(("precision", "value"), [("fp16", math.nan), ("fp16", math.inf), ("fp32", math.nan)])
+def test_when_the_loss_of_one_tensor_rank_alone_is_not_finite_none_of_them_updates(precision, value):
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def body(world):
+        bad = {"now": 0.0}
+        loss = lambda model, x: (model(x).sum() + bad["now"], len(x))
+        engine = rl.prepare(copy.deepcopy(whole), loss=loss, world=world, precision=precision, tensor_plan={"0": "colwise", "1": "rowwise"},
+                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        before = [engine.step(torch.ones(4, 4)) for _ in range(FEW_STEPS)]   # in which losses are compared
+        bad["now"] = value if world.rank == 1 else 0.0
+        try:
+            said = engine.step(torch.ones(4, 4)).skipped
+        except rl.NonFinite as error:
+            said = str(error)[str(error).index("rank"):]
+        bad["now"] = 0.0
+        return said, engine.scale.value, before[-1].skipped, engine.step(torch.ones(4, 4)).skipped
+
+    one, other = rl.simulate(rl.Mesh(tensor=2), body)
+    assert one == other and one[2:] == (False, False)
+    assert one[0] is True if precision == "fp16" else one[0].startswith("rank 1: the loss of its own batch is nan. ")
+
+
+def test_a_bad_loss_on_one_tensor_rank_is_told_as_a_difference_in_the_first_steps():
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def body(world):
+        bad = math.nan if world.rank == 1 else 0.0
+        engine = rl.prepare(copy.deepcopy(whole), loss=lambda model, x: (model(x).sum() + bad, len(x)), world=world,
+                            tensor_plan={"0": "colwise", "1": "rowwise"}, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        with pytest.raises(rl.LossError, match=r"the loss of the same rows is \S+ on rank 0 and nan on rank 1"):
+            engine.step(torch.ones(4, 4))
+
+    rl.simulate(rl.Mesh(tensor=2), body)
+
+
+class RootOfZero(nn.Module):
+    """Its slope is infinite, and times 0 no number; its value is fine."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sqrt(x * 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_ranks_of_a_pipeline_name_the_gradient_of_a_stage(precision):
+    whole = nn.Sequential(nn.Linear(4, 4), RootOfZero(), nn.Linear(4, 4), nn.Tanh())
+
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(whole), loss=lambda model, batch: (model(batch[0]).sum() + batch[1].sum(), len(batch[0])),
+                            world=world, accumulate=2, precision=precision, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        with pytest.raises(rl.NonFinite) as error:
+            engine.step((torch.ones(4, 4), torch.ones(4, 4)))
+        return str(error.value)
+
+    one, other = rl.simulate(rl.Mesh(pipe=2), body)
+    assert one == other and " rank 0: the gradient of 0.bias has 4 elements of 4 that are not finite. " in one
+
+
+def test_of_many_ranks_a_few_are_named():
+    said = all_say(10, bad_loss=dict.fromkeys(range(10), math.nan))
+    assert "; rank 7: the loss of its own batch is nan; and 2 more ranks. " in said and "rank 8" not in said
 
 
 def judge(loss, *, rows: int = 6, model: nn.Module | None = None) -> None:
@@ -266,6 +329,28 @@ class Seen(nn.Module):
 def test_what_forwards_count_in_buffers_begins_with_the_first_step():
     (_, model), = probed(0, Seen(), lambda model, x: (model(x).square().sum(), len(x)), p=1)
     assert (model.rows, model.calls) == (4, 1)
+
+
+class Remembers(nn.Module):
+    """Keeps things from call to call in plain attributes: a state as long as the batch, a queue, a count, and what it makes when called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.state, self.calls, self.queue, self.seen = nn.Linear(4, 2), None, 0, [], {}
+        self.sum = torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x) + (0 if self.state is None else self.state)
+        self.state, self.calls, self.made = y.detach(), self.calls + 1, True
+        self.queue.append(len(x))
+        self.seen[len(x)] = True
+        self.sum.add_(1.0)
+        return y
+
+
+def test_what_forwards_keep_in_attributes_begins_with_the_first_step():
+    (_, model), = probed(0, Remembers(), lambda model, x: (model(x).square().sum(), len(x)), p=1)
+    assert (model.calls, model.queue, model.seen, model.sum.tolist(), len(model.state)) == (1, [4], {4: True}, [1.0, 1.0], 4)
 
 
 class Grows(nn.Module):

@@ -21,7 +21,7 @@ def muon(params):
 
 def hooked(params, *, says=False):
     """Clips each tensor by itself."""
-    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    optimizer = torch.optim.SGD(params, lr=0.5)
 
     def clip(*_):
         for param in params:
@@ -33,6 +33,32 @@ def hooked(params, *, says=False):
     return optimizer
 
 
+class Listing(torch.optim.Optimizer):
+    """Steps over a list of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.5})
+        self.mine = [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.mine:
+            if param.grad is not None:
+                param.sub_(0.5 * param.grad)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Has groups of its own, and leaves the step to another optimizer."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params, {"lr": 0.5})
+        self.inner = torch.optim.Adagrad(params, lr=0.1)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
 def losses(world, optimizer, stage=0, experts=0):
     moe = MoEConfig(experts=experts, top_k=1, ffn=16) if experts else None
     config = GPTConfig(vocab_size=32, width=16, layers=2, heads=4, kv_heads=2, ffn=24, seq_len=8, tie=True, moe=moe)
@@ -42,12 +68,18 @@ def losses(world, optimizer, stage=0, experts=0):
     return [engine.step((batch[:, :-1].contiguous(), batch[:, 1:].contiguous())).loss for batch in tokens]
 
 
-@pytest.mark.parametrize("optimizer", [adafactor, muon], ids=lambda make: make.__name__)
+@pytest.mark.filterwarnings("ignore:Wrapping has another optimizer in it .`inner`")
+@pytest.mark.parametrize("optimizer", [adafactor, muon, hooked, Listing, Wrapping], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("mesh, stage", [(rl.Mesh(shard=2), 3), (rl.Mesh(pipe=2), 0), (rl.Mesh(context=2, shard=2), 1)], ids=str)
 def test_where_ranks_are_dealt_whole_tensors_the_update_is_that_of_one_process(optimizer, mesh, stage):
     expected = rl.simulate(1, lambda world: losses(world, optimizer))[0]
     for found in rl.simulate(mesh, lambda world: losses(world, optimizer, stage)):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_optimizer_inside_another_is_said_to_be_missing_in_checkpoints():
+    with pytest.warns(UserWarning, match=r"Wrapping has another optimizer in it \(`inner`\): it trains, but checkpoints"):
+        rl.simulate(1, lambda world: losses(world, Wrapping))
 
 
 @pytest.mark.parametrize("optimizer, mesh, experts", [

@@ -6,7 +6,7 @@ the plain shapes, because people group by shape (weight decay for matrices only)
     stand_in               has the shape of a parameter, without memory
     make_optimizer         calls the user's function with these: one optimizer, or several as one
     needs_whole_matrices   says which tensors the layout must not cut (shard/matrices.py)
-    give_owners            replaces the stand-ins by what this rank really updates
+    give_owners            turns the stand-ins into what this rank really updates
 
 An *owner* is the nn.Parameter that the optimizer updates: a 1-D view of this rank's slice, or a whole tensor in its own shape, or
 empty. An elementwise optimizer, as most are, does the same to a slice as to the whole.
@@ -14,6 +14,7 @@ shard/optimizer_state.py gathers the state again.
 """
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,6 +201,10 @@ def make_optimizer(build: Build, params: Mapping[str, nn.Parameter]) -> Optimize
     if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
         raise ConfigError("LBFGS evaluates the loss many times a step and looks at all parameters at once; here the loss is evaluated "
                           "once and each rank updates its own share. Use an optimizer that treats each tensor by itself")
+    for one in optimizers:
+        if inner := next((name for name, held in vars(one).items() if isinstance(held, torch.optim.Optimizer)), None):
+            warnings.warn(f"{type(one).__name__} has another optimizer in it (`{inner}`): it trains, but checkpoints and "
+                          "`full_state_dict` keep the state of the outer one only", stacklevel=2)
     names = {id(param): name for name, param in params.items()}
     updated = Counter(names.get(id(param)) for one in optimizers for param_group in one.param_groups for param in param_group["params"])
     if None in updated:
@@ -282,8 +287,9 @@ def needs_whole_matrices(optimizer: Optimizer, params: Mapping[str, nn.Parameter
 @torch.no_grad()
 def give_owners(optimizer: Optimizer, stand_ins: Mapping[str, nn.Parameter],
                 owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun]) -> None:
-    """Replace the stand-ins that `optimizer` was built from by the owners, in its groups and in its state.
+    """Turn the stand-ins that `optimizer` was built from into the owners: they become views of the same memory, and take their places.
 
+    Not the other way round: hooks, wrappers and an optimizer's own lists refer to what the optimizer's function was given.
     State that exists from the start (Adagrad) is whole until now, and is cut to the pieces. So is a plain optimizer's state that is
     loaded later, by `optimizer.load_state_dict`. Empty owners stay in their groups; torch skips parameters without a gradient.
 
@@ -295,11 +301,11 @@ def give_owners(optimizer: Optimizer, stand_ins: Mapping[str, nn.Parameter],
     for one in optimizers_of(optimizer):
         cut = _cut_states({names[id(param)]: held for param, held in one.state.items()}, owners, pieces, keeps_shapes(one))
         one.state.clear()
-        for param_group in one.param_groups:
-            param_group["params"] = [owners[names[id(param)]] for param in param_group["params"]]
-        one.state.update({owners[name]: held for name, held in cut.items()})
+        one.state.update({stand_ins[name]: held for name, held in cut.items()})
         if isinstance(one, torch.optim.Optimizer):
-            one.register_load_state_dict_pre_hook(partial(_cut_loaded, owners, pieces))
+            one.register_load_state_dict_pre_hook(partial(_cut_loaded, stand_ins, pieces))
+    for name, param in stand_ins.items():
+        param.data = owners[name].data
 
 
 def _cut_loaded(owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun], optimizer: torch.optim.Optimizer,

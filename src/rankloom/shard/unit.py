@@ -131,6 +131,11 @@ class Unit:
         return self.stays and self.group.size == 1 and self.own.data_ptr() == self._span().data_ptr()
 
     @property
+    def _slice_version(self) -> int:
+        """How often the slice was written, by autograd's counts: owners that were stand-ins have counts of their own."""
+        return self.own._version + sum(owner._version for owner in self.owners.values())
+
+    @property
     def common(self) -> bool:
         """Whether the whole exists once for all ranks of the group."""
         return self.residence is Residence.COMMON
@@ -160,7 +165,7 @@ class Unit:
         sent: n(p-1)/p compute elements; nothing where the whole is common
         """
         self._expect(State.SHARDED)
-        self.state, self._counts.published_version = State.GATHERING, self.own._version
+        self.state, self._counts.published_version = State.GATHERING, self._slice_version
         if self.common:
             self.group.barrier(label=f"parameters of {self.name}")
         else:
@@ -214,7 +219,7 @@ class Unit:
         """-> SHARDED (GATHERED where one rank keeps the whole): `own` has changed. Write it to this rank's span, where the whole stays."""
         if self.state is State.GATHERING:
             self.wait()
-        self._near, self._counts.published_version = None, self.own._version
+        self._near, self._counts.published_version = None, self._slice_version
         if self.stays:
             if self.own.data_ptr() != self._span().data_ptr():
                 self._write_slice(self._own_here(), self._span())
@@ -256,6 +261,12 @@ class Unit:
         """Whether its parameters get gradients: all do, or none. Decided when the unit is made."""
         return bool(self.owners)
 
+    def hand_over(self, owners: Mapping[str, nn.Parameter]) -> None:
+        """From here on, those of `owners` that have the names of ours are the owners; they have got the same memory."""
+        unpublished = self._slice_version - self._counts.published_version
+        self.owners = {name: owners[name] for name in self.owners}
+        self._counts.published_version = self._slice_version - unpublished
+
     def expect_gathered(self) -> None:
         """Raise UnitError when the parameters may not be used now."""
         self._expect(State.GATHERED)
@@ -270,7 +281,7 @@ class Unit:
         if moved:
             raise UnitError(f"rank {self.group.world_rank}: the slice of {moved[0]} was replaced (`param.data = ...`): no rank computes "
                             "with the new tensor: write into it, `param.copy_(...)` under torch.no_grad()")
-        is_old = self.state is not State.SHARDED and self._counts.published_version != self.own._version
+        is_old = self.state is not State.SHARDED and self._counts.published_version != self._slice_version
         if is_old and not self.is_its_slice:
             raise UnitError(f"rank {self.group.world_rank}: slices of unit {self.name} were changed, and {how}, so ranks would "
                             f"compute with old values beside new ones: {remedy}")

@@ -25,12 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankloom.base.compression import EXACT
 from rankloom.base.errors import BatchError, ConfigError, LossError, NonFinite
 from rankloom.base.modes import evaluating, runs_together
-from rankloom.base.tensors import bytes_of
 from rankloom.parallel.build import digest
 from rankloom.parallel.tokens_apart import ALL, EVEN, ODD, Apart
 from rankloom.train.batches import expect_rows, map_tensors, rows_of, with_halves
 from rankloom.train.compiled import is_compiled
-from rankloom.train.draws import generators_put_back
+from rankloom.train.put_back import same_bits, state_put_back, untrained
 from rankloom.train.split_model import SHARING_AXES
 from rankloom.world.connect import World
 from rankloom.world.group import Group
@@ -40,6 +39,7 @@ EQUAL_IF_WITHIN = 1e-5   # of a loss: nondeterministic kernels make ranks differ
 MEAN_IF_WITHIN = 0.05   # of the whole: a mean over unpadded items weighs the halves by counts that are not known here
 PROCESS = secrets.token_hex(8)   # with the process id: equal for simulated ranks, which share torch's generator
 FEW_STEPS = 5
+SHOWN = 8   # ranks, in an error
 SAME_IF_WITHIN = 1e-2   # of a loss: 16-bit rounding and nondeterministic kernels make two runs differ by less
 
 
@@ -54,6 +54,7 @@ def explain_non_finite(group: Group, run_alone: Callable[[], Tensor], gradients:
     """
     found = group.all_gather_object(_first_bad(run_alone(), gradients()), label="non-finite")
     named = [f"rank {rank}: {what}" for rank, what in zip(group.ranks, found, strict=True) if what]
+    named[SHOWN:] = [f"and {len(named) - SHOWN} more ranks"] if len(named) > SHOWN else []
     where = "; ".join(named) or "repeated on each rank alone the step was finite: the cause is not in the model's own arithmetic"
     if not named and compress == "fp16":
         where += (f". compress='fp16' carries numbers up to {torch.finfo(torch.float16).max:g} only, and a mean gradient, or what a rank "
@@ -94,9 +95,9 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
 
     A loss that changes when it is computed again draws random numbers, and is not judged. Nor is one that raises an error, because a
     model may return other things in training. The loss is called without dropout, with gradients enabled, and equally often on
-    every rank; buffers, frozen parameters and generators of modules are restored afterwards, and on one rank torch's own generator. (What
-    else a loss changes, such as a queue of its own, it changes a few times before the first step.) A compiled model is not checked: it
-    would be compiled again for the halves.
+    every rank; what it changes in the model is put back (train/put_back.py), and on one rank torch's own generator. (What else a loss
+    changes, such as another model's running statistics, it changes a few times before the first step.) A compiled model is not checked:
+    it would be compiled again for the halves.
     parts:    rows, and their two halves
     on_any:   whether a condition holds on any rank
     together: ranks wait for each other in a forward
@@ -104,7 +105,7 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
     """
     if runs_compiled(model):
         return
-    with evaluating(model), _state_put_back(model):
+    with evaluating(model), state_put_back(model):
         (whole, count), *halves = [_tried(totals_of, part, model, rank, together) for part in parts]
         rows = rows_of(parts[0], rank)
         if _is_mean_of_one(whole, count, halves, rows):
@@ -134,7 +135,7 @@ def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module,
     if runs_compiled(model):
         return
     found, tried = [], [Apart(which) for which in (ALL, ALL, EVEN, ODD)]
-    with evaluating(model), _state_put_back(model):
+    with evaluating(model), state_put_back(model):
         for some in tried:
             with torch.no_grad(), apart(some):   # as nothing is kept, the budget of a recompute sees none of it
                 found.append(_tried(totals_of, batch, model, world.rank, together=True)[:2])
@@ -191,28 +192,6 @@ def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _state_put_back(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, frozen parameters, and generators in attributes of modules afterwards: a forward inside belongs to no step.
-
-    Frozen parameters only where they are few: see `_untrained`.
-    """
-    held = [(module._buffers, dict(module._buffers)) for module in model.modules() if isinstance(module._buffers, dict)]   # not TorchScript
-    values = [(kept, kept.detach().clone()) for _, kept in _untrained(model)]
-    try:
-        with generators_put_back(model):
-            yield
-    finally:
-        for now, own in held:
-            now.clear()
-            now.update(own)
-        for buffer, before in values:
-            if buffer.shape != before.shape or buffer.dtype != before.dtype:   # resized, or replaced through `.data`
-                buffer.data = before
-            elif not _same_bits(buffer, before):   # a write, even of equal values, would look like a change
-                buffer.detach().copy_(before)
 
 
 def compare_rows(sharing: Group, dealt: Group, batch: Any) -> None:
@@ -273,8 +252,10 @@ def expect_one_model(world: World, totals: Tensor, norms: Mapping[str, float]) -
 
 
 def _different_losses(group: Group, losses: Sequence[float]) -> str | None:
-    rank, other = max(zip(group.ranks, losses), key=lambda each: abs(each[1] - losses[0]))
-    if not abs(other - losses[0]) > EQUAL_IF_WITHIN * max(map(abs, losses)):
+    is_other = lambda loss: (math.isfinite(loss) != math.isfinite(losses[0])
+                             or abs(loss - losses[0]) > EQUAL_IF_WITHIN * max(abs(loss), abs(losses[0])))
+    rank, other = next(((rank, loss) for rank, loss in zip(group.ranks, losses) if is_other(loss)), (0, None))
+    if other is None:
         return None
     return (f"the loss of the same rows is {losses[0]:g} on rank {group.ranks[0]} and {other:g} on rank {rank}, which hold "
             "parts of the same layers (axis tensor). A loss that reads parameters sees a part of them: leave a penalty on "
@@ -326,29 +307,17 @@ def alike_on_any_ranks(model: nn.Module, rank: int) -> Iterator[None]:
 
     How many forwards a rank runs depends on the number of ranks, and so would anything that one forward hands on to the next.
     """
-    before = {name: value.detach().clone() for name, value in _untrained(model)}
+    before = {name: value.detach().clone() for name, value in untrained(model)}
     with KeyedDrawsOnly(rank):
         yield
-    for name, value in _untrained(model):
+    for name, value in untrained(model):
         old = before.get(name, value)
-        if old.shape == value.shape and not _same_bits(old, value):   # a buffer of another shape is a cache that grew, not a statistic
+        if old.shape == value.shape and not same_bits(old, value):   # a buffer of another shape is a cache that grew, not a statistic
             kind = "frozen parameter" if isinstance(value, nn.Parameter) else "buffer"
             raise ConfigError(f"rank {rank}: the forward has changed the {kind} {name}, and ranks run forward for their own rows only, so "
                               "deterministic training would depend on the number of ranks. Leave out what keeps statistics or counts in "
                               "forward (spectral_norm, codebooks ...), fill the buffer when the model is made, or let a teacher follow "
                               "after `engine.step`")
-
-
-def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers, and frozen parameters that have memory here, such as those of a teacher that follows a student.
-
-    These only if they are no more than the trained ones, whose gradients will need as much memory as copies of them: not a large model
-    around a small adapter.
-    """
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.layout is torch.strided)
-    frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad and param.untyped_storage().nbytes()}
-    if sum(param.nbytes for param in frozen.values()) <= sum(param.nbytes for param in model.parameters() if param.requires_grad):
-        yield from frozen.items()
 
 
 def warn_of_equal_draws(group: Group, drew_from: str | None) -> None:
@@ -368,10 +337,6 @@ def generator_now(device: torch.device) -> str:
     """A hash of the states of torch's own generators."""
     states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
     return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(bytes_of(one), bytes_of(other))
 
 
 def _draws_freely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -354,7 +354,7 @@ class Engine:
 
     def _apply(self, totals: Tensor, batch: Any) -> tuple[float, float, float, bool]:
         """Returns loss, count, gradient norm, and whether the parameters were updated."""
-        norm_of_sums = self.placement.norm()
+        norm_of_sums = self.placement.norm(totals)
         total, count, norm, finite = apply_gradients(self.optimizer, self.placement.flat_gradients(), norm_of_sums, totals[:2],
                                                      scale=self.scale.value * self.placement.factor, clip=self.settings.clip)
         self.settings.float8.end_step(self.tokens, finite=finite)
@@ -367,7 +367,7 @@ class Engine:
         if not finite and (self.scale.is_hopeless or not self.settings.precision.scaled):
             seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"
             seen += f", after {self.scale.overflows} overflows in a row" if self.scale.is_hopeless else ""
-            found = explain_non_finite(self.tokens, lambda: self._run_alone(batch), self.placement.local_gradients, seen,
+            found = explain_non_finite(self.settings.world, lambda: self._run_alone(batch), self.placement.local_gradients, seen,
                                        compress=self.placement.compress)
             self._replica_guard.buffers.average_changed()
             raise found

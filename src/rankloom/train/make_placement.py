@@ -79,6 +79,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
         world.agree(values.problem(stages.pipeline.group if stages else world.alone()), label="initial values")
     placement = _placement_of(model, sharding, world, settings, split, stages, strategy=strategy)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
+    placement.hand_over(stand_ins)
     return placement, optimizer
 
 
@@ -99,7 +100,7 @@ def _made_alike(build: Build, params: Mapping[str, nn.Parameter], world: World) 
 
 
 def _placement_of(model: nn.Module, sharding: Sharding, world: World, settings: Settings, split: ModelSplit | None,
-                  stages: LocalStages | None, *, strategy: ShardingStrategy) -> Placement:
+                  stages: LocalStages | None, *, strategy: ShardingStrategy) -> ShardedPlacement:
     """The placement for the axes, beside shard, that cut the model: none; tensor and expert; or pipe too."""
     if split is None:
         kind = CanonicalShardedPlacement if settings.logical_shards else ShardedPlacement

@@ -256,6 +256,11 @@ class PipelinePlacement(SplitPlacement):
         for param in self.model.parameters():
             param.grad = None
 
+    def local_gradients(self) -> dict[str, Tensor]:
+        """Those in `.grad` too, where a schedule leaves them for `collect`."""
+        left = {name: param.grad for gradient in self.sharding.gradients() for name, param in gradient.unit.params.items()}
+        return {name: grad for name, grad in left.items() if grad is not None} | super().local_gradients()
+
     def collect(self) -> None:
         """After a schedule: sum the gradients of tied parameters over their stages, then reduce everything. A collective."""
         for name in (name for name in self.local.where if name in self._tied):   # the same order on all ranks

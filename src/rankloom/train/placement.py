@@ -82,8 +82,8 @@ class Placement(Protocol):
     def compress(self) -> str:
         """The compression of gradients: a name of comm/compress.py."""
 
-    def norm(self) -> Tensor:
-        """The 2-norm of the summed gradients, each element once, fp64."""
+    def norm(self, totals: Tensor) -> Tensor:
+        """The 2-norm of the summed gradients, each element once, fp64. NaN on all ranks if the [loss sum, count] of one is not finite."""
 
     def repeated_norms(self) -> dict[str, float]:
         """Name -> 2-norm of the summed gradient, for parameters that every tensor rank holds whole. A collective."""
@@ -203,7 +203,7 @@ class ReplicatedPlacement:
         yield
         self.waited += time.perf_counter() - begin if self._world.size > 1 else 0.0
 
-    def norm(self) -> Tensor:
+    def norm(self, totals: Tensor) -> Tensor:
         """Over the buckets; each rank sums a share if they are large. Deterministic: tensor by tensor, as buckets differ between stages."""
         if self._logical_shards:
             return global_norm([owner.grad for owner in self.owners.values() if owner.grad is not None])

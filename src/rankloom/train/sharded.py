@@ -62,6 +62,12 @@ class ShardedPlacement:
             with sharding.followed(not everyone):
                 yield batch
 
+    def hand_over(self, owners: Mapping[str, nn.Parameter]) -> None:
+        """From here on, `owners` are the owners: the parameters that the optimizer was built from, which have got the same memory."""
+        self.owners = {name: owners[name] for name in self.owners}
+        for gradient in self.sharding.gradients():
+            gradient.unit.hand_over(owners)
+
     def expect_own_values(self) -> None:
         """Slices are saved, and the model computes with what was gathered of them."""
         expect_own_parameters(self.sharding)
@@ -118,7 +124,7 @@ class ShardedPlacement:
         """The name that was given to `prepare`."""
         return self._summing.compress
 
-    def norm(self) -> Tensor:
+    def norm(self, totals: Tensor) -> Tensor:
         """The norm over the slices of all ranks."""
         square = global_norm(self.flat_gradients()).square().to(self.group.device)
         return self.group.all_reduce(square, label="gradient norm").sqrt()
@@ -229,7 +235,7 @@ class CanonicalShardedPlacement(ShardedPlacement):
         _, alike = self.sharding.agree(mark=mark)
         return self._folds.sum(TOTALS, self._everyone, "totals"), alike
 
-    def norm(self) -> Tensor:
+    def norm(self, totals: Tensor) -> Tensor:
         """Over the unsharded gradients, which every rank has, tensor by tensor: the same bits as at stage 0."""
         views = {name: view for gradient in self.sharding.gradients() for name, view in gradient.summed().items()}
         return global_norm([views[name] for name, _ in self.model.named_parameters() if name in views])
@@ -249,12 +255,16 @@ class SplitPlacement(ShardedPlacement):
     def _groups(self) -> tuple[Group, ...]:
         return *super()._groups(), self.split.tensor, self.split.expert, self.split.context
 
-    def norm(self) -> Tensor:
-        """Each element counts once: the square of one that n ranks hold is divided by n on each."""
+    def norm(self, totals: Tensor) -> Tensor:
+        """Each element counts once: the square of one that n ranks hold is divided by n on each.
+
+        Ranks that hold one model between them each have totals of their own, and must all skip a step if one does.
+        """
         terms = [norm_of(owner.grad).square() / self.copies(name)
                  for name, owner in self.owners.items() if owner.grad is not None]
         square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64)
-        return self._everyone.all_reduce(square.to(self.group.device), label="gradient norm").sqrt()
+        not_finite = 0.0 * totals[:2].sum()   # 0 or NaN
+        return self._everyone.all_reduce(square.to(self.group.device) + not_finite, label="gradient norm").sqrt()
 
     def repeated_norms(self) -> dict[str, float]:
         """From the slices of all ranks of the shard axis."""
