@@ -179,6 +179,44 @@ def test_who_computes_in_full_does_whatever_format_the_model_came_in(stage, came
     assert rl.simulate(2, body) == [(set(), {torch.float32})] * 2
 
 
+class Attending(nn.Module):
+    """Two modules with children, in a list that nothing calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True) for _ in range(2))
+        for at, param in enumerate(self.parameters()):
+            nn.init.normal_(param, generator=torch.Generator().manual_seed(at))
+
+    def forward(self, x):
+        return self.parts[1](self.parts[0](x))
+
+
+@pytest.mark.parametrize("full", ["parts.?", "parts*", "parts", "*"])
+@pytest.mark.parametrize("name", SIXTEEN)
+def test_a_module_that_computes_in_full_rounds_nothing_inside_it(name, full):
+    x, short = torch.linspace(-1, 1, 24).view(2, 3, 4), PRECISIONS[name].compute
+    rounded = lambda value: value if full == "*" else value.to(short).float()
+    expected = [rounded(x)]
+    for part in Attending().parts:
+        expected.append(rounded(part(expected[-1])))
+
+    def body(world, stage):
+        seen = []
+
+        def loss(model, x):
+            seen.append(model(x))
+            return seen[0].sum(), 1
+
+        form = replace(PRECISIONS[name], full=(full,))
+        rl.prepare(Attending(), loss=loss, optimizer=adamw, world=world, stage=stage, precision=form).step(x)
+        return seen[0].detach()
+
+    for stage in (0, 3):
+        for answer in rl.simulate(2, lambda world, stage=stage: body(world, stage)):
+            assert torch.equal(answer, expected[-1])
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_users_function_sees_the_attributes_of_parameters_that_have_masters(stage):
     def body(world):

@@ -9,7 +9,7 @@ source: Micikevicius et al. 2018
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -42,7 +42,8 @@ class Precision:
     master:  of the slices or copies that the optimizer updates; None: as compute
     reduce:  in which gradients are summed over ranks (stages 1 to 3); None: as master
     output:  to which the model's outputs are cast before the loss; None: not cast
-    full:    patterns of names of modules (`*norm*`) that compute in the master dtype
+    full:    patterns of names of modules (`*norm*`) that compute in the master dtype, with all modules inside them: in between
+             nothing is rounded to the compute dtype, in which they return
     scaled:  the loss is scaled, for a dtype with few exponents
     float8:  how linear layers multiply in 8 bits (fp8.py); None: they do not
     """
@@ -87,10 +88,8 @@ def precision_named(name: str | Precision | None) -> Precision:
     return PRECISIONS[name]
 
 
-def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
-    """The ids of parameters that compute in the master dtype, not in 16 bits.
-
-    They are the parameters of batch norms, those of modules that `full` names, and those that are not floating point.
+def full_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
+    """The modules that `full` names and those inside them, by name; a module comes before what is inside it.
 
     raises: ConfigError for a pattern that no module has
     """
@@ -98,8 +97,21 @@ def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
     for pattern in precision.full:
         if not any(fnmatch(name, pattern) for name in named):
             raise ConfigError(f"full pattern {pattern!r} fits no module. {did_you_mean(pattern, named)}")
-    return {id(param) for name, module in named.items() for param in module.parameters(recurse=False)
-            if not param.is_floating_point() or isinstance(module, _BatchNorm) or any(fnmatch(name, pattern) for pattern in precision.full)}
+    full: dict[str, nn.Module] = {}
+    for name, module in named.items():
+        if _parent(name) in full or any(fnmatch(name, pattern) for pattern in precision.full):
+            full[name] = module
+    return full
+
+
+def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
+    """The ids of parameters that compute in the master dtype, not in 16 bits.
+
+    They are the parameters of batch norms, those of `full_modules`, and those that are not floating point.
+    """
+    full = full_modules(model, precision)
+    return {id(param) for name, module in model.named_modules() for param in module.parameters(recurse=False)
+            if not param.is_floating_point() or isinstance(module, _BatchNorm) or name in full}
 
 
 def formats_of(model: nn.Module, precision: Precision) -> Callable[[str, nn.Parameter], Formats]:
@@ -124,13 +136,30 @@ def cast_floats(model: nn.Module, dtype: torch.dtype) -> None:
 def cast_activations(model: nn.Module, precision: Precision) -> None:
     """Add hooks: inputs are cast to the compute dtype, outputs to the output dtype; `full` modules compute in the master dtype."""
     if precision.compute is not None:
-        model.register_forward_pre_hook(partial(_cast_given, precision.compute), with_kwargs=True)
-        for name, module in model.named_modules():
-            if precision.master is not None and any(fnmatch(name, pattern) for pattern in precision.full):
-                module.register_forward_pre_hook(partial(_cast_given, precision.master), with_kwargs=True)
-                module.register_forward_hook(partial(_cast_returned, precision.compute))
+        outermost = list(_outermost(full_modules(model, precision)))
+        compute = precision.master if model in outermost else precision.compute
+        model.register_forward_pre_hook(partial(_cast_given, compute), with_kwargs=True)
+        for module in outermost:
+            module.register_forward_pre_hook(partial(_cast_given, precision.master), with_kwargs=True)
+            module.register_forward_hook(partial(_cast_returned, compute))
     if precision.output is not None:
         model.register_forward_hook(partial(_cast_returned, precision.output))
+
+
+def _outermost(full: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
+    """Those that no other one calls. A module without a forward, as a list of modules is, calls none."""
+    called: set[str] = set()
+    for name, module in full.items():
+        if _parent(name) in called:
+            called.add(name)
+        elif type(module).forward is not nn.Module.forward:
+            called.add(name)
+            yield module
+
+
+def _parent(name: str) -> str | None:
+    """The name of the module that holds this one; None for the model itself."""
+    return name.rpartition(".")[0] if name else None
 
 
 class MasterWeights:
@@ -195,12 +224,12 @@ def _copied(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     return made
 
 
-def _cast_given(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...],
+def _cast_given(dtype: torch.dtype | None, module: nn.Module, args: tuple[Any, ...],
                 kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(cast_floats_in(value, dtype) for value in args), {key: cast_floats_in(value, dtype) for key, value in kwargs.items()}
 
 
-def _cast_returned(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+def _cast_returned(dtype: torch.dtype | None, module: nn.Module, args: Any, output: Any) -> Any:
     return cast_floats_in(output, dtype)
 
 
