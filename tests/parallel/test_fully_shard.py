@@ -1360,6 +1360,21 @@ def test_a_model_is_sharded_once_and_as_a_whole():
     rl.simulate(2, body)
 
 
+@pytest.mark.parametrize("options", [{"compute": torch.float16, "reduce": torch.float16}, {"compress": "fp16"}], ids=["reduce", "compress"])
+@pytest.mark.parametrize("mesh", [rl.Mesh(shard=3), rl.Mesh(shard=2, replicate=2)], ids=str)
+def test_a_mean_that_fp16_has_comes_out_where_the_sum_over_ranks_is_infinite(mesh, options):
+    def body(world):
+        wrapped = rl.fully_shard(made().float().last, world.group("shard"), replicas=world.group("replicate"), **options)
+        for gradient, sync in ((20_000, True), (10_000, False), (10_000, True)):
+            with contextlib.nullcontext() if sync else wrapped.no_sync():
+                (wrapped(torch.full((1, WIDTH), 100.0)).float() * (gradient / 100)).sum().backward()
+        return next(wrapped.parameters()).grad
+
+    for grad in rl.simulate(mesh, body):
+        if grad is not None:   # its slice is not empty
+            torch.testing.assert_close(grad, torch.full_like(grad, 40_000.0), rtol=4 * 2**-11, atol=0)   # at most 4 roundings to fp16
+
+
 def test_what_a_model_is_called_with_comes_in_the_format_it_computes_in():
     class Named(Net):
         def forward(self, x, also):

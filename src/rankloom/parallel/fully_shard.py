@@ -206,7 +206,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     replicas:       ranks of other groups that hold the same slices (hybrid sharding)
     units:          which modules are gathered at once (parallel/wrapping.py)
     compute:        dtype of forward, backward and gathers, to which the model's inputs are cast too; left out, that of the model
-    reduce:         dtype in which gradients are summed; left out, that of the model
+    reduce:         dtype in which gradients are summed; left out, that of the model. For fp16, ranks divide before they sum
     compress:       a name of comm/compress.py: gradients are sent in fewer bytes, and sums are approximate. With `replicas` between those
                     only, else between the ranks of `group`
     compress_after: how many first backward passes that reduce send exact gradients

@@ -151,6 +151,8 @@ class Gradient:
             self._agreed = False
         self._stand_in()
         assert self.whole is not None, "a unit without parameters"
+        if self._scales_first:
+            self.whole.mul_(self.scale)
         place, room = self._place(), self._room_for_arrivals()
         self._pending = [self.sums.start_scatter(self.whole, place, room.tensor if room else None, self._label)]
         self.pool.depart(self)
@@ -170,7 +172,7 @@ class Gradient:
         if self._arriving is not None:
             self._arriving.close()
         self.pool.arrive(self)
-        if self.scale != 1.0:
+        if self.scale != 1.0 and not self._scales_first:
             received.mul_(self.scale)
         self._hand_over(received)
         self._return_buffer()
@@ -243,6 +245,11 @@ class Gradient:
     @property
     def _label(self) -> str:
         return f"gradients of {self.unit.name}"
+
+    @property
+    def _scales_first(self) -> bool:
+        """Whether each rank scales its own gradient, and not the sum, which fp16 may not have: sums are made, or sent, in it."""
+        return self.scale != 1.0 and (self.unit.formats.reduce == torch.float16 or self.sums.is_compressed)
 
     def _view(self, name: str) -> Tensor:
         slot = self.unit.layout.slot(name)
