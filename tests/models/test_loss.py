@@ -61,6 +61,19 @@ def test_in_low_precision_chunks_are_as_near_the_truth_as_the_plain_path(dtype):
         assert chunked <= 1.3 * plain
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])])
+@pytest.mark.parametrize("rows", [32, 512])
+def test_a_loss_scale_cures_an_overflow_of_fp16_in_the_weights_gradient(rows, device):
+    """Unscaled, a row of it is 1,024 x 300 x 3/4: the sum of chunks is above 65,504, and so is each chunk of 512. Every number is exact."""
+    hidden = torch.full((1024, 2), 300.0, dtype=torch.float16, device=device, requires_grad=True)
+    weight = torch.zeros(4, 2, dtype=torch.float16, device=device, requires_grad=True)
+    total = chunked_cross_entropy(hidden, weight, torch.ones(1024, dtype=torch.long, device=device), rows=rows)
+    _, found = gradients(total, hidden, weight, scale=2.0**-4)
+    assert found.dtype == torch.float16
+    assert found.tolist() == [[64 * 300 * (0.25 - (token == 1))] * 2 for token in range(4)]
+
+
 def test_all_targets_ignored_is_a_loss_of_zero_with_zero_gradients():
     hidden, weight, targets = problem()
     total = chunked_cross_entropy(hidden, weight, torch.full_like(targets, -100), rows=4)

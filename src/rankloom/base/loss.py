@@ -1,5 +1,5 @@
 """What losses share: a loss is (sum, count); layers may add auxiliary losses. For cross-entropies also which targets are ignored, the
-dtype of the sum, and how many rows of logits exist at a time.
+dtypes of sums, and how many rows of logits exist at a time.
 """
 
 from numbers import Real
@@ -43,6 +43,21 @@ def _describe(value: Any) -> str:
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that a loss is added up in: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a weight's gradient waits for backward: its own, but fp32 for fp16.
+
+    Only backward brings the loss scale, which must be able to make a gradient fit that fp16 does not have.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
+    """left.T @ right; fp32 for two of fp16, in which the sum over a chunk's rows may be infinite. left [n, V], right [n, W] -> [V, W]"""
+    if not left.dtype == right.dtype == torch.float16:
+        return left.T @ right
+    return torch.mm(left.T, right, out_dtype=torch.float32) if left.is_cuda else left.float().T @ right.float()
 
 
 def chunk_rows(vocab_size: int, device: str) -> int:

@@ -3,6 +3,8 @@
 With a vocabulary of 128,256 the logits of 16,384 tokens take 8.4 GB in fp32, and their gradient as much again.
 For each chunk of rows, the forward pass computes logits, loss and gradients, and frees the logits. The backward pass only
 scales these gradients. The work is the same; the peak is the logits of one chunk.
+The gradient of the weight is summed in fp32. It then waits for backward in the dtype of the weight; that of an fp16 weight in fp32, until
+the loss scale has multiplied it: for 128,256 x 2,048 values, 1 GiB in place of 0.5.
 The plain path is here too: tests compare with it, and it is faster where one chunk is enough.
 """
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype
+from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype, sum_over_rows, waiting_dtype
 
 Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -120,12 +122,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if grad_logits.dtype == part.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad_logits.T, part)
             else:                                   # a 16-bit product, summed in fp32
-                grad_weight += grad_logits.T @ part
-        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+                grad_weight += sum_over_rows(grad_logits, part)
+        ctx.save_for_backward(grad_hidden, grad_weight.to(waiting_dtype(weight.dtype)))
+        ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients. grad: a scalar"""
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None, None
+        return grad_hidden.mul_(grad), grad_weight.mul_(grad).to(ctx.dtype), None, None, None

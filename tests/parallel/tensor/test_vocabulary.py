@@ -78,6 +78,19 @@ def test_16_and_32_bit_losses_are_off_by_their_roundings_only(dtype, rtol):
             torch.testing.assert_close(mine.double(), grad, rtol=0, atol=rtol * grad.abs().max().item())
 
 
+@pytest.mark.parametrize("chunk", [32, 512])
+def test_a_loss_scale_cures_an_overflow_of_fp16_in_the_weights_gradient(chunk):
+    """Unscaled, a row of it is 1,024 x 300 x 3/4: the sum of chunks is above 65,504, and so is each chunk of 512. Every number is exact."""
+    def body(world):
+        hidden = torch.full((1024, 2), 300.0, dtype=torch.float16, requires_grad=True)
+        mine = torch.zeros(2, 2, dtype=torch.float16, requires_grad=True)
+        total = split_cross_entropy(hidden, mine, torch.ones(1024, dtype=torch.long), VocabularyShard.of(4, world), world, chunk=chunk)
+        (total * 2.0**-4).backward()
+        return mine.grad.tolist()
+
+    assert rl.simulate(2, body) == [[[64 * 300 * (0.25 - (token == 1))] * 2 for token in tokens] for tokens in ((0, 1), (2, 3))]
+
+
 def test_the_loss_has_the_same_bits_on_every_rank():
     given = inputs(13, dtype=torch.float32)
     losses = [loss for loss, *_ in rl.simulate(4, lambda world: split(world, *given, 4))]

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.layout import Layout
-from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype
+from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype, sum_over_rows, waiting_dtype
 from rankloom.parallel.tensor.compare import expect_alike
 from rankloom.parallel.tensor.holding import padded
 from rankloom.parallel.tensor.layers import change_first_before, entered
@@ -124,6 +124,7 @@ def split_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, shard: 
     targets: [...], -100 where not counted
     chunk:   tokens at a time; chosen by device and vocabulary when left out
     sent:    3 numbers a token to each other rank, one message for each chunk; nothing backward
+    memory:  from forward to backward, the gradients of hidden and weight: that of an fp16 weight in fp32 (models/loss.py)
     raises:  DataError for a target outside the vocabulary
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
@@ -178,12 +179,13 @@ class _SplitCrossEntropy(Function):
             total += value
             if grad_hidden is not None and grad_weight is not None:
                 grad_hidden[start:start + loss.chunk] = grad_logits @ weight
-                grad_weight += grad_logits.T @ part
+                grad_weight += sum_over_rows(grad_logits, part)
         if grad_hidden is not None and grad_weight is not None:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+            ctx.save_for_backward(grad_hidden, grad_weight.to(waiting_dtype(weight.dtype)))
+            ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(gradient), grad_weight.mul_(gradient), None, None
+        return grad_hidden.mul_(gradient), grad_weight.mul_(gradient).to(ctx.dtype), None, None
