@@ -248,6 +248,18 @@ def test_the_bias_changes_who_is_chosen_but_not_how_much_they_count():
     torch.testing.assert_close(after.weights, chosen / chosen.sum(-1, keepdim=True), rtol=RTOL, atol=0)
 
 
+def test_experts_that_a_bias_chooses_have_finite_weights_also_where_their_scores_underflow():
+    layer, x = make_layer(bias_rate=0.1), torch.ones(1, 1, 5, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.tensor([400.0, 0, -1, 0])[:, None])   # logits 2000, 0, -5, 0: exp(-2000) is 0 in fp64
+    layer.router.bias += torch.tensor([0.0, 5, 6, 0])
+    choice = layer.router(x)
+    assert choice.experts.flatten().tolist() == [2, 1] and choice.scores.flatten().tolist() == [1, 0, 0, 0]
+    torch.testing.assert_close(choice.weights.flatten(), torch.tensor([-5.0, 0], dtype=torch.float64).softmax(0), rtol=RTOL, atol=0)
+    layer(x).sum().backward()
+    assert x.grad.isfinite().all()
+
+
 def test_the_bias_moves_towards_experts_with_few_tokens_and_stays_in_32_bits():
     layer = make_layer(bias_rate=0.001).to(torch.bfloat16)
     assert layer.router.weight.dtype == torch.bfloat16 and layer.router.bias.dtype == torch.float32

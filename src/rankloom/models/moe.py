@@ -121,9 +121,8 @@ class Router(nn.Module):
             logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1)
         chosen = (scores if self.bias is None else scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
-        weights = scores.gather(-1, chosen)
-        if self.top_k > 1:
-            weights = weights / weights.sum(-1, keepdim=True)
+        # softmax over those chosen = scores over their sum; but a bias may choose experts whose scores are all 0, by underflow
+        weights = logits.gather(-1, chosen).softmax(-1) if self.top_k > 1 else scores.gather(-1, chosen)
         return Choice(chosen, weights, scores, logits.logsumexp(-1))
 
 
