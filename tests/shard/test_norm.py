@@ -25,6 +25,20 @@ def test_every_norm_of_every_format_is_that_of_the_numbers_in_fp64(dtype, order)
     assert norm_of(x, order).item() == pytest.approx(exact.item(), rel=1e-12 if dtype in (torch.float64, torch.complex128) else CLOSE)
 
 
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("largest", [1e-38, 1e-24, 1e-20, 1e-15, 1e15, 1e20, 3e38])
+def test_a_norm_is_that_in_fp64_also_where_powers_and_sums_leave_fp32(largest, dtype, order):
+    for count in (3, ROW + 7):
+        x = (torch.linspace(-1, 1, count) * largest).to(dtype)
+        assert norm_of(x, order).item() == pytest.approx(torch.linalg.vector_norm(x.double(), order).item(), rel=CLOSE, abs=0)
+
+
+def test_the_norm_of_what_is_not_finite_is_not():
+    for bad in (math.nan, math.inf):
+        assert not norm_of(torch.tensor([1.0, bad])).isfinite() and not norm_of(torch.tensor([bad, *ROW * [1.0]])).isfinite()
+
+
 def test_the_norm_of_nothing_is_zero_and_that_of_one_its_magnitude():
     assert norm_of(torch.empty(0)).item() == 0.0 and norm_of(torch.tensor(-3.0)).item() == 3.0
 
