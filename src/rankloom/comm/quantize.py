@@ -6,8 +6,9 @@ A block of values becomes a record: a step in bf16, then a code for each value.
     int4    2 + 64 bytes for 128 values     -7 to 7, two in a byte: value i and value i + 64
     1bit    2 + 32 bytes for 256 values     a sign; the step is the mean magnitude. Byte j holds values j, j + 32, j + 64 ...
 
-The step is the upper half of an fp32, so step x code is exact in fp32, and so is the error, value - step x code. So what is sent
-and the error add up to the value exactly, and all processors get the same bits.
+The step is the upper half of an fp32, so step x code is exact in fp32. With 8 and 4 bits so is the error, value - step x code, which is
+about half a step at most: what is sent and the error add up to the value exactly. With 1 bit a value may be far from the step, and the
+error is rounded to fp32, once. All processors get the same bits.
 A block with a NaN or an infinity comes out as all NaN, and its error stays as it was. The same holds for a block with a value of
 2**118 or more: near the top of fp32 a step times a code, or a sum of magnitudes, is infinite, and the error would be, too.
 
