@@ -224,11 +224,11 @@ def test_the_users_function_sees_the_attributes_of_parameters_that_have_masters(
         model.hidden.weight.no_decay = True
 
         def optimizer(params):
-            seen.extend(param for param in params if getattr(param, "no_decay", False))
+            seen.extend((param.shape, param.dtype) for param in params if getattr(param, "no_decay", False))
             return adamw(params)
 
         rl.prepare(model, loss=loss_sum, optimizer=optimizer, world=world, stage=stage, precision="bf16")
-        return [(param.shape, param.dtype) for param in seen]
+        return seen
 
     assert rl.simulate(2, body) == [[(make_model().hidden.weight.shape, torch.float32)]] * 2
 
