@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.errors import ConfigError, DataError, StorageError
 from rankloom.base.layout import Span
 from rankloom.base.spans import boxes_of_run, shape_of, whole_box, within
 from rankloom.checkpoint import files
@@ -17,6 +17,7 @@ from rankloom.checkpoint.files import (
     file_name,
     read_manifest,
     reading,
+    sole_writer,
     write_parts,
 )
 from rankloom.checkpoint.manifest import Part, announce, assemble, assign_writers, key_of
@@ -112,6 +113,31 @@ def test_a_folder_that_cannot_be_listed_has_the_new_checkpoint(tmp_path, monkeyp
     made = save(tmp_path, [[whole("w", torch.ones(3))]], TOKENS[1])
     monkeypatch.undo()
     assert read_manifest(tmp_path)[1] == made and (tmp_path / file_name(TOKENS[0], 0)).exists()
+
+
+def test_one_save_at_a_time_has_a_folder_whatever_a_killed_one_has_left_there(tmp_path):
+    (tmp_path / files.LOCK).touch()
+    with sole_writer(tmp_path), pytest.raises(StorageError, match="another job is saving into this folder"), sole_writer(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_its_holder_removed_while_another_opened_it_is_none(tmp_path, monkeypatch):
+    """Else a third job, which makes the file anew, would have the folder too."""
+    real = files.fcntl.flock
+    monkeypatch.setattr(files.fcntl, "flock", lambda *how: ((tmp_path / files.LOCK).unlink(), real(*how)))
+    with pytest.raises(StorageError, match="another job is saving into this folder"), sole_writer(tmp_path):
+        pass
+
+
+def test_where_a_file_system_has_no_locks_saves_go_on_without(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    with sole_writer(tmp_path), sole_writer(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_new_checkpoint_replaces_the_old_one_and_touches_no_other_file(tmp_path):

@@ -12,7 +12,8 @@ from torch import nn
 import rankloom as rl
 from full_disk import fill_disk_of_rank_1
 from rankloom import GPT, GPTConfig
-from rankloom.base.errors import ConfigError, DataError, ModelMismatch
+from rankloom.base.errors import ConfigError, DataError, ModelMismatch, StorageError
+from rankloom.checkpoint import files
 from rankloom.checkpoint.files import read_manifest, sizes_of
 from rankloom.models.config import MoEConfig
 from rankloom.models.loss import language_model_loss
@@ -474,6 +475,25 @@ def test_saving_again_replaces_what_was_there(tmp_path):
     rl.simulate(2, body)
     assert len(list(tmp_path.iterdir())) == 3
     assert read_manifest(tmp_path)[1].facts["run"]["step"] == 2
+
+
+def test_a_second_job_that_saves_into_the_folder_meanwhile_is_refused_on_all_ranks_and_a_checkpoint_is_left(tmp_path, monkeypatch):
+    """Each removed the files of the other."""
+    real = files.to_json
+
+    def late(manifest):   # the first has checked its own files, and has not renamed its manifest
+        monkeypatch.setattr(files, "to_json", real)
+        rl.simulate(2, refused_to_save)
+        return real(manifest)
+
+    def refused_to_save(world):
+        with pytest.raises(StorageError, match=f"{tmp_path}: another job is saving into this folder; give each job its own"):
+            engine_of(world, 0).save(tmp_path)
+
+    monkeypatch.setattr(files, "to_json", late)
+    reference = saved_by(rl.Mesh(), 0, tmp_path)
+    assert gone_on(rl.Mesh(), 0, tmp_path) == reference
+    assert len(list(tmp_path.iterdir())) == 2, "a manifest and a file, and no lock"
 
 
 def save_in_a_process(world: rl.World, folder: str) -> list[float]:

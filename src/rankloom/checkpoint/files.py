@@ -4,6 +4,7 @@ A rank's file is in the safetensors format, written tensor by tensor, without a 
 disk before the manifest names it, and hashed meanwhile.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from rankloom.base.tensors import bytes_of
 from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, from_json, key_of, to_json
 
 MANIFEST = "manifest.json"
+LOCK = ".rankloom-save.lock"   # there during a save; one that a killed job has left is taken over
 OURS = re.compile(r"[0-9a-f]{12}-\d{5,}\.safetensors")   # nothing else in a folder is ever removed
 FORMATS = {   # as safetensors calls them
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
@@ -88,6 +90,39 @@ def _digest_of(path: Path) -> str:
 
 def _bytes_of(part: Part) -> Any:   # a buffer
     return bytes_of(part.values.detach().cpu()).numpy().data   # moved first: no second copy on the device
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Keep other saves out of the folder: each ends by removing the files of all others. No help where the file system has no locks.
+
+    raises: StorageError when another save is going on, or nothing can be written
+    """
+    path = folder / LOCK   # a file, not the folder: network disks lock only what is open for writing
+    try:
+        lock = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written ({error.strerror or error}); give another folder") from None
+    try:
+        if not _take(lock):
+            raise StorageError(f"{folder}: another job is saving into this folder; give each job its own")
+        try:
+            yield
+        finally:
+            with suppress(OSError):   # what is left is taken over
+                path.unlink()
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(lock).st_nlink > 0   # else a save has ended since the file was opened, and a third may have begun
+    except BlockingIOError:
+        return False
+    except OSError:   # a file system without locks
+        return True
 
 
 def commit(folder: Path, manifest: Manifest) -> None:

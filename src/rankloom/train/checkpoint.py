@@ -14,7 +14,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from rankloom.checkpoint.files import (
     read_manifest,
     reading,
     sizes_of,
+    sole_writer,
     write_parts,
 )
 from rankloom.checkpoint.manifest import AnnouncedPart, Manifest, Part, SavedFile, announce, assemble, assign_writers
@@ -62,10 +63,19 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
     is_new = not folder.is_dir()   # on every rank before any makes it
     world.agree(_problem(partial(_begin, folder, parts, facts, state)), label="begin a checkpoint")
     try:
-        world.agree(_problem(partial(_make, folder)), error=StorageError, label="make the folder of a checkpoint")
-    except StorageError:
-        _leave_nothing(folder, None, is_new)
+        with ExitStack() as until:
+            made = partial(_make, folder, until if world.rank == 0 else None)
+            world.agree(_problem(made), error=StorageError, label="make the folder of a checkpoint")
+            _write(world, folder, parts, facts)
+    except BaseException:
+        if is_new:   # the last rank finds it empty
+            with suppress(OSError):
+                folder.rmdir()
         raise
+
+
+def _write(world: World, folder: Path, parts: list[Part], facts: dict[str, Any]) -> None:
+    """Write this rank's file, and as rank 0 the manifest. If that fails, no rank's file is left."""
     token = world.all_gather_object(uuid.uuid4().hex[:12], label="name of a checkpoint")[0]
     everyone = world.all_gather_object(announce(parts), label="what ranks hold")   # as JSON, so named tuples arrive as lists
     announced = [[AnnouncedPart(*fields) for fields in rank] for rank in everyone]
@@ -76,7 +86,7 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
     try:
         while_others_wait(world, (lambda: written.append(write_parts(path, mine))) if mine else None, label="write a checkpoint")
     except BaseException:   # it may have failed on another rank
-        _leave_nothing(folder, path, is_new)
+        path.unlink(missing_ok=True)
         raise
     files = world.all_gather_object([[file.name, file.nbytes, file.sha256] for file in written], label="files of a checkpoint")
     others = world.all_gather_object(facts, label="facts of a checkpoint")
@@ -85,7 +95,7 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
         problem = _problem(partial(commit, folder, manifest)) if world.rank == 0 else None
         world.agree(problem, error=StorageError, label="commit a checkpoint")
     except StorageError:   # only this error: when a rank is lost now, the commit may already have happened
-        _leave_nothing(folder, path, is_new)
+        path.unlink(missing_ok=True)
         raise
 
 
@@ -119,20 +129,14 @@ def _begin(folder: Path, parts: list[Part], facts: Mapping[str, Any], state: Tra
     expect_free(folder)
 
 
-def _make(folder: Path) -> None:
+def _make(folder: Path, until: ExitStack | None) -> None:
+    """Make the folder, and keep other saves out of it, if `until` is given."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be made ({error.strerror}); give another folder") from None
-
-
-def _leave_nothing(folder: Path, file: Path | None, is_new: bool) -> None:
-    """After a failure, remove this rank's file, and the folder if the checkpoint was to be its first: the last rank finds it empty."""
-    if file is not None:
-        file.unlink(missing_ok=True)
-    if is_new:
-        with suppress(OSError):
-            folder.rmdir()
+    if until is not None:
+        until.enter_context(sole_writer(folder))
 
 
 def _expect_keepable(state: TrainingState) -> None:
