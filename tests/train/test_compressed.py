@@ -57,10 +57,10 @@ class Line(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(600))
+        self.w = nn.Parameter(torch.zeros(24, 25))   # a matrix, for powersgd
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.w
+        return x @ self.w.flatten()
 
 
 def squares(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -191,7 +191,7 @@ def test_exact_steps_first_are_those_of_the_exact_run_to_the_bit():
         assert mine[:3] == its[:3] and mine[3] != its[3]
 
 
-@pytest.mark.parametrize("more", [{"compress": "1bit"}, {"compress": "topk", "precision": "fp16"},
+@pytest.mark.parametrize("more", [{"compress": "1bit"}, {"compress": "topk", "precision": "fp16"}, {"compress": "powersgd:1"},
                                   {"compress": "1bit", "compress_after": 2}], ids=str)
 def test_a_state_begins_without_what_the_engine_that_loads_it_remembers_of_other_steps(more):
     """What those had lost was added to the first gradient after it, in fp16 in the units of another loss scale."""

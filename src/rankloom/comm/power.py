@@ -199,6 +199,8 @@ class PowerSGD(Compressed):
 
     def rescale(self, factor: float) -> None:
         """Multiply the errors."""
+        if not factor:   # Q goes too: it has the directions of what is forgotten
+            self._matrices = []
         for matrix in self._matrices:
             matrix.kept.mul_(factor)
             matrix.own.mul_(factor)
