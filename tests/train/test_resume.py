@@ -162,6 +162,16 @@ def test_half_a_checkpoint_is_none(table):
     assert newest_checkpoint(folder).name == "step-00000004"
 
 
+def test_a_checkpoint_that_was_moved_away_and_linked_is_kept(table, tmp_path):
+    def sink(event):
+        if isinstance(event, Saved) and event.path.endswith("step-00000002"):
+            Path(event.path).rename(tmp_path / "archive")
+            Path(event.path).symlink_to(tmp_path / "archive")
+
+    (summary,) = simulate(1, lambda world: loop.train(table(checkpoint={"interval": 2, "keep_latest": 1}), world, sink))
+    assert checkpoints(summary) == ["step-00000002", "step-00000006"] and read_manifest(tmp_path / "archive")[1].facts["run"]["step"] == 2
+
+
 def test_the_newest_checkpoint_has_the_greatest_step_and_not_the_last_name(tmp_path):
     for name in ("step-99999999", "step-100000000", "step-00000002", "step-99999999-kept-by-the-user"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)

@@ -77,7 +77,8 @@ def save_in_run(job: Job, engine: Engine) -> None:
         raise
     if job.world.rank == 0:
         job.sink(Saved(0, str(path)))
-        for old in whole_checkpoints(path.parent)[:-job.config.checkpoint.keep_latest]:
+        beyond = whole_checkpoints(path.parent)[:-job.config.checkpoint.keep_latest]
+        for old in (found for found in beyond if not found.is_symlink()):   # a user has moved what a link leads to
             with suppress(OSError):   # failing to remove it must not end the run
                 (old / MANIFEST).unlink()   # first: without it, a half-removed checkpoint is invalid
             shutil.rmtree(old, ignore_errors=True)
