@@ -1,5 +1,7 @@
 """Files of a checkpoint: what was written is read in any other boxes, and what is damaged or half there is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +22,7 @@ from rankloom.checkpoint.files import (
     sole_writer,
     write_parts,
 )
-from rankloom.checkpoint.manifest import Part, announce, assemble, assign_writers, key_of
+from rankloom.checkpoint.manifest import Part, announce, assemble, assign_writers, key_of, to_json
 
 TOKENS = ("0" * 12, "1" * 12)
 
@@ -37,6 +39,7 @@ def cut(name, values, at):
 
 
 def save(folder, ranks, token=TOKENS[0], facts=None):
+    folder.mkdir(exist_ok=True)
     announced = [announce(parts) for parts in ranks]
     shares = assign_writers(announced)
     files = [write_parts(folder / file_name(token, rank), [ranks[rank][number] for number in share]) for rank, share in enumerate(shares)]
@@ -178,6 +181,22 @@ def test_a_file_that_was_changed_cut_short_or_removed_is_noticed(tmp_path):
     path.unlink()
     with pytest.raises(DataError, match="the checkpoint is damaged"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../{}", "{}/", "other.safetensors"])
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path, name):
+    made = save(tmp_path / "a", [[whole("w", torch.zeros(3))]])
+    other = [replace(file, name=name.format(file.name)) for file in made.files]
+    (tmp_path / "a" / "manifest.json").write_text(to_json(replace(made, files=other)))
+    with pytest.raises(DataError, match="manifest.json: names .*, expected files beside it such as 000000000000-00000.safetensors"):
+        read_manifest(tmp_path / "a")
+
+
+def test_a_tensor_that_is_of_another_dtype_in_its_file_is_refused(tmp_path):
+    made = save(tmp_path, [[part := whole("w", torch.zeros(3))]])
+    other = replace(made, tensors={"w": replace(made.tensors["w"], dtype=torch.float16)})
+    with reading(tmp_path, other) as reader, pytest.raises(DataError, match="w is torch.float32 in its file, .* says torch.float16"):
+        reader.fill(part)
 
 
 def test_where_there_is_no_checkpoint_the_reason_is_told(tmp_path):

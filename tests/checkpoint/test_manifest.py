@@ -1,11 +1,13 @@
 """What ranks write of a checkpoint is dealt by a pure function: each element once, in even shares; a manifest says where it is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rankloom.base.errors import DataError, ModelMismatch
 from rankloom.base.layout import Span
-from rankloom.checkpoint.manifest import Part, SavedFile, announce, assemble, assign_writers, from_json, to_json
+from rankloom.checkpoint.manifest import Part, SavedFile, SavedTensor, StoredBox, announce, assemble, assign_writers, from_json, to_json
 
 
 def part(name, shape, box, dtype=torch.float32, **more):
@@ -47,6 +49,24 @@ def manifest():
     files = [SavedFile("a.safetensors", 16, "aa"), None, SavedFile("b.safetensors", 16, "bb")]
     announced = [HALVES[0], [], HALVES[1]]
     return assemble(announced, assign_writers(announced), files, {"run": {"step": 3}})
+
+
+@pytest.mark.parametrize("pieces", [
+    [(0, [0, 2], [0, 2])], [(0, [0, 2], [0, 2]), (0, [1, 3], [0, 2])], [(0, [0, 4], [0, 1])] * 2, [(0, [-4, 0], [0, 2])],
+    [(0, [0, 8], [0, 1])], [(0, [0, 4])], [(0, [0, 4], [0, 2]), (0, [4, 0], [0, 2]), (0, [0, 4], [0, 2])],
+], ids=["too few", "a hole", "twice", "before it", "beyond it", "too few dims", "less than none"])
+def test_pieces_that_are_not_each_element_once_are_refused(pieces):
+    stored = [StoredBox(file, tuple(Span(*span) for span in box)) for file, *box in pieces]
+    made = replace(manifest(), tensors={"w": SavedTensor(torch.float32, (4, 2), stored)})
+    with pytest.raises(DataError, match=r"here: the pieces of w are not each element of \(4, 2\) once; the manifest is damaged"):
+        from_json(to_json(made), "here")
+
+
+@pytest.mark.parametrize("file", [-1, 2])
+def test_a_piece_in_no_file_is_refused(file):
+    made = replace(manifest(), tensors={"w": SavedTensor(torch.float32, (), [StoredBox(file, ())])})
+    with pytest.raises(DataError, match=f"here: has a piece of w in file {file} of 2"):
+        from_json(to_json(made), "here")
 
 
 def test_a_manifest_is_the_same_after_it_was_written_and_read():

@@ -4,7 +4,9 @@ Pure arithmetic, to save and load tensors of which ranks hold pieces. A box has 
 `()`, and holds one element.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, product
 from math import prod
 
 from rankloom.base.layout import Span
@@ -35,6 +37,23 @@ def common(one: Box, other: Box) -> Box | None:
     """
     both = tuple(Span(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return both if all(start < stop for start, stop in both) else None
+
+
+def make_up(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
+    """Whether the boxes hold each element of a tensor of this shape once, and nothing else.
+
+    The corners of a box, with alternating signs, tell which elements it has; so do the sums of those of many boxes.
+
+    >>> make_up([(Span(0, 2),), (Span(2, 5),)], (5,)), make_up([(Span(0, 2),), (Span(1, 4),)], (5,))
+    (True, False)
+    """
+    corners = Counter[tuple[int, ...]]()
+    for weight, box in chain([(-1, whole_box(shape))], ((1, box) for box in boxes)):
+        if weight == 1 and (len(box) != len(shape) or any(start > stop for start, stop in box)):
+            return False
+        for ends in product((0, 1), repeat=len(box)):
+            corners[tuple(span[end] for span, end in zip(box, ends))] += weight * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:

@@ -198,6 +198,8 @@ def read_manifest(folder: Path) -> tuple[str, Manifest]:
         raise DataError(f"{path}: cannot be read ({error})") from None
     manifest = from_json(text, str(path))
     for saved in manifest.files:
+        if not OURS.fullmatch(saved.name):
+            raise DataError(f"{path}: names {saved.name!r}, expected files beside it such as {file_name('0' * 12, 0)}; it is damaged")
         try:
             _expect_size(folder, saved)
         except (StorageError, OSError) as error:
@@ -237,6 +239,8 @@ class Reader:
                     values: Tensor = saved.get_slice(key)[within(both, piece.box)] if both else saved.get_tensor(key)
                 except (OSError, SafetensorError) as error:
                     raise DataError(f"{self.folder / self.manifest.files[piece.file].name}: {part.name} cannot be read ({error})") from None
+                if values.dtype != (told := self.manifest.tensors[part.name].dtype):
+                    raise DataError(f"{self.folder}: {part.name} is {values.dtype} in its file, and the manifest says {told}")
                 part.values[within(both, part.box)].copy_(values)
 
     def _file(self, number: int) -> Any:

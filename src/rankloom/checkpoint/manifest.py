@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rankloom.base.errors import DataError, ModelMismatch
 from rankloom.base.layout import Span
-from rankloom.base.spans import Box, numel
+from rankloom.base.spans import Box, make_up
 
 FORMAT = 1   # of the manifest
 
@@ -179,7 +179,7 @@ def from_json(text: str, where: str) -> Manifest:
     """The inverse of `to_json`.
 
     where:  the file, for error messages
-    raises: DataError when the text is not a manifest, has another format, is damaged, or lacks elements of a tensor
+    raises: DataError when the text is not a manifest, has another format, is damaged, or has elements of a tensor not at all or twice
     """
     try:
         read = json.loads(text)
@@ -195,8 +195,10 @@ def from_json(text: str, where: str) -> Manifest:
             raise
         raise DataError(f"{where}: is no manifest of a checkpoint ({type(error).__name__}: {error})") from None
     for name, saved in manifest.tensors.items():
-        if (count := sum(numel(piece.box) for piece in saved.pieces if piece.file < len(files))) != prod(saved.shape):
-            raise DataError(f"{where}: has {count} elements of {name}, expected {prod(saved.shape)}; the manifest is damaged")
+        if other := [piece.file for piece in saved.pieces if not 0 <= piece.file < len(files)]:
+            raise DataError(f"{where}: has a piece of {name} in file {other[0]} of {len(files)}; the manifest is damaged")
+        if not make_up([piece.box for piece in saved.pieces], saved.shape):
+            raise DataError(f"{where}: the pieces of {name} are not each element of {saved.shape} once; the manifest is damaged")
     return manifest
 
 
