@@ -18,6 +18,7 @@ from rankloom.base.events import Evaluated, Notice, StepDone
 from rankloom.train.config import make_config
 from rankloom.train.job import open_run
 from rankloom.train.run_folder import Journal, claim_run_folder, describe_environment, write_json
+from rankloom.world.launch import agent_mark
 from rankloom.world.simulate import simulate
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)
@@ -54,6 +55,24 @@ def test_a_job_that_its_launcher_starts_again_gets_a_folder_beside_that_of_the_f
     (first / "metrics.jsonl").write_text("something")
     monkeypatch.setattr("rankloom.train.job.restarts", lambda: int(threading.current_thread().name == "rank-1"))   # of another node
     assert simulate(2, partial(open_run, config(tmp_path, "mine"))) == [tmp_path / "mine-2"] * 2
+
+
+def test_a_job_that_goes_on_with_another_node_gets_a_folder_of_its_own_and_a_later_job_none(tmp_path, monkeypatch):
+    """torchrun does not count as a restart that a node joins."""
+    def start(*agents):
+        marks = [mark(agent) for agent in agents]
+        monkeypatch.setattr("rankloom.train.job.agent_mark", lambda: marks[int(threading.current_thread().name.removeprefix("rank-"))])
+        return {path.name for path in simulate(len(agents), partial(open_run, config(tmp_path, "mine")))}
+
+    def mark(agent):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/{agent}/attempt_0/0/error.json")
+        return agent_mark()
+
+    assert start("none_a") == {"mine"}
+    (tmp_path / "mine" / "metrics.jsonl").write_text("something")
+    assert start("none_b", "none_a") == {"mine-2"}
+    with pytest.raises(ConfigError, match="mine: holds a run already"):
+        start("none_c", "none_b")
 
 
 def test_a_named_folder_of_a_run_that_never_took_a_step_is_used_again(tmp_path):

@@ -20,7 +20,7 @@ from rankloom.train.long_work import while_others_wait
 from rankloom.train.run_folder import claim_run_folder, describe_environment, hold, leave_if_empty, write_json
 from rankloom.train.schema import Config
 from rankloom.world.connect import World
-from rankloom.world.launch import is_launched_here, restarts
+from rankloom.world.launch import agent_mark, is_launched_here, restarts
 
 SECONDS_BETWEEN_NOTICES = 2.0
 CUT = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}
@@ -53,31 +53,32 @@ def open_run(config: Config, world: World) -> Path:
 
     raises: ConfigError, on all ranks; StorageError when the folder cannot be made or written
     """
-    again = any(world.all_gather_object(restarts(), label="restarts"))   # torchrun counts restarts per node
+    told = world.all_gather_object([restarts(), agent_mark()], label="restarts")   # torchrun counts restarts per node
+    agents = sorted({mark for _, mark in told if mark})
     made: list[str] = []
-    begin = lambda: made.append(str(_begin(config, world, again)))
+    begin = lambda: made.append(str(_begin(config, world, agents, again=any(count for count, _ in told))))
     while_others_wait(world, begin if world.rank == 0 else None, label="make the run folder")
     return Path(world.all_gather_object(made, label="run folder")[0][0])
 
 
-def _begin(config: Config, world: World, again: bool) -> Path:
-    path = claim_run_folder(config, datetime.now(), again=again)
+def _begin(config: Config, world: World, agents: list[str], *, again: bool) -> Path:
+    path = claim_run_folder(config, datetime.now(), again=again, agents=agents)
     if not is_launched_here():   # else the launcher holds it
         hold(path)
     try:
-        _write_start(config, world, path)
+        _write_start(config, world, path, agents)
     except StorageError:
         leave_if_empty(path)
         raise
     return path
 
 
-def _write_start(config: Config, world: World, path: Path) -> None:
+def _write_start(config: Config, world: World, path: Path, agents: list[str]) -> None:
     # Without its name, so that this config can be run again and gets a new folder.
     unnamed = config.model_copy(update={"run": config.run.model_copy(update={"name": None})})
     write_config(unnamed, path / "config.toml")
     batch = {"local": config.batch().local, "accumulate": config.batch().accumulate, "global": config.batch().global_}
-    write_json(path / "env.json", describe_environment(world, sys.argv) | {"batch": batch})
+    write_json(path / "env.json", describe_environment(world, sys.argv) | {"batch": batch, "agents": agents})
 
 
 def open_corpus(config: Config, world: World, sink: Sink) -> Corpus:

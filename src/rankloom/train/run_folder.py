@@ -23,7 +23,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -45,17 +45,19 @@ from rankloom.world.connect import World
 PACKAGES = ("rankloom", "torch", "numpy", "safetensors", "tokenizers", "pydantic")
 
 
-def claim_run_folder(config: Config, now: datetime, *, again: bool = False) -> Path:
+def claim_run_folder(config: Config, now: datetime, *, again: bool = False, agents: Collection[str] = ()) -> Path:
     """Make the folder of a run, and its sub-folders, and return its path.
 
     again:  a launcher has restarted the job: use a new folder beside that of the first start
+    agents: the launchers of this job. If one of them began the run in the folder, this is a restart too: torchrun does not count it as
+            one when a node joins
     raises: StorageError when the folder cannot be made; ConfigError when it holds a run already
     """
     parent = Path(config.run.folder)
     path = parent / (config.run.name or f"{now:%Y-%m-%d-%H%M%S}-{config.model.preset}")
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        if config.run.name is None or again:
+        if config.run.name is None or again or _began_with(path, agents):
             path = _next_free(path)
         for folder in (path, path / "events", path / "logs"):
             folder.mkdir(exist_ok=True)
@@ -67,6 +69,13 @@ def claim_run_folder(config: Config, now: datetime, *, again: bool = False) -> P
     if holds_run(path):
         raise ConfigError(f"{path}: holds a run already; give another --run.name, or remove that folder")
     return path
+
+
+def _began_with(path: Path, agents: Collection[str]) -> bool:
+    try:
+        return not set(agents).isdisjoint(json.loads((path / "env.json").read_text(encoding="utf-8"))["agents"])
+    except (OSError, ValueError, KeyError, TypeError):   # no run, or one of an older rankloom
+        return False
 
 
 def hold(path: Path) -> None:

@@ -37,6 +37,15 @@ def restarts() -> int:
     return _numbers(dict(os.environ), {"TORCHELASTIC_RESTART_COUNT": 0})[0]
 
 
+def agent_mark() -> str | None:
+    """What tells torch's agent of this node from any other, also from later ones: the folder that it has made for its ranks' errors.
+
+    Its path is <folder with a random name>/attempt_<n>/<local rank>/<file>. The job's own name is no help: for most jobs it is "none".
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return f"{socket.gethostname()}:{Path(file).parent.parent.parent}" if file else None
+
+
 def has_agent() -> bool:
     """Whether the parent of this process is torch's elastic agent, torchrun's or ours."""
     return "TORCHELASTIC_RUN_ID" in os.environ
