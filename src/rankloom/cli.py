@@ -220,6 +220,7 @@ def scale(
     out
         The folder for the results; by default runs/scale-<time>.
     """
+    from rankloom.data.text import expanded
     from rankloom.train.config import load_config
     from rankloom.train.scaling_runs import parse_ranks, plan_study
     from rankloom.watch.scaling import WARM_UP_STEPS, measure, scaling_rows, title_of
@@ -228,7 +229,7 @@ def scale(
     if steps <= WARM_UP_STEPS:
         raise ConfigError(f"--steps {steps}: the first {WARM_UP_STEPS} steps of a run warm up and are not counted; give more")
     config = load_config(file, overrides)
-    folder = out or Path(config.run.folder) / f"scale-{datetime.now():%Y-%m-%d-%H%M%S}"
+    folder = out or expanded(config.run.folder) / f"scale-{datetime.now():%Y-%m-%d-%H%M%S}"
     numbers = parse_ranks(ranks)
     threads = max(1, cores() // numbers[-1])
     plans = plan_study(file, overrides, numbers, steps=steps, weak=weak, threads=threads, folder=folder)

@@ -148,6 +148,7 @@ def test_a_new_checkpoint_replaces_the_old_one_and_touches_no_other_file(tmp_pat
     for name in strangers:
         (tmp_path / name).write_text("mine")
     (tmp_path / file_name("f" * 12, 7)).write_text("of a save that was never finished")
+    (tmp_path / f".manifest.json.{'f' * 12}.tmp").write_text("and of one that was killed as it wrote its manifest")
     save(tmp_path, [[whole("w", torch.zeros(3))]])
     save(tmp_path, [[whole("w", torch.ones(3))]], TOKENS[1])
     assert {path.name for path in tmp_path.iterdir()} == {*strangers, "manifest.json", file_name(TOKENS[1], 0)}
@@ -179,7 +180,7 @@ def test_a_file_that_was_changed_cut_short_or_removed_is_noticed(tmp_path):
     with pytest.raises(DataError, match="bytes, expected .* the checkpoint is damaged"):
         read_manifest(tmp_path)
     path.unlink()
-    with pytest.raises(DataError, match="the checkpoint is damaged"):
+    with pytest.raises(DataError, match="is not here: the checkpoint is damaged; copy it again from where it is whole, or take another"):
         read_manifest(tmp_path)
 
 

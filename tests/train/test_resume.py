@@ -172,6 +172,25 @@ def test_a_checkpoint_that_was_moved_away_and_linked_is_kept(table, tmp_path):
     assert checkpoints(summary) == ["step-00000002", "step-00000006"] and read_manifest(tmp_path / "archive")[1].facts["run"]["step"] == 2
 
 
+@pytest.mark.parametrize("damage", [bytes.swapcase, lambda data: data[1:]], ids=["changed", "shorter"])
+def test_for_a_damaged_checkpoint_the_one_before_it_is_named(table, damage):
+    summary, _ = run(table(train={"steps": 4}, checkpoint={"interval": 2}))
+    newest = newest_checkpoint(Path(summary.folder))
+    (file,) = newest.glob("*.safetensors")
+    file.write_bytes(damage(file.read_bytes()))
+    before = newest.with_name("step-00000002")
+    with pytest.raises(DataError, match=f"damaged; copy it again .*; the one before it: --checkpoint.resume {before}"):
+        run(table(checkpoint={"resume": summary.folder}), 2)
+    assert run(table(checkpoint={"resume": str(before)}))[0].steps_before == 2
+
+
+def test_a_tilde_is_the_home_folder_for_a_run_and_for_what_it_resumes_from(table, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    summary, _ = run(table(run={"folder": "~/in home", "name": "a"}, train={"steps": 2}, checkpoint={"interval": 2}))
+    assert summary.folder == str(tmp_path / "in home" / "a") and load_model(Path("~/in home/a"))
+    assert run(table(checkpoint={"resume": "~/in home/a"}))[0].steps_before == 2
+
+
 def test_the_newest_checkpoint_has_the_greatest_step_and_not_the_last_name(tmp_path):
     for name in ("step-99999999", "step-100000000", "step-00000002", "step-99999999-kept-by-the-user"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)

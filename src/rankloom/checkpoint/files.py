@@ -28,7 +28,9 @@ from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, from_json, k
 
 MANIFEST = "manifest.json"
 LOCK = ".rankloom-save.lock"   # there during a save; one that a killed job has left is taken over
-OURS = re.compile(r"[0-9a-f]{12}-\d{5,}\.safetensors")   # nothing else in a folder is ever removed
+CURE = "copy it again from where it is whole, or take another checkpoint"
+OURS = re.compile(r"[0-9a-f]{12}-\d{5,}\.safetensors")
+REMOVED = re.compile(rf"{OURS.pattern}|\.{re.escape(MANIFEST)}\.[0-9a-f]{{12}}\.tmp")   # nothing else in a folder ever is
 FORMATS = {   # as safetensors calls them
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
@@ -132,7 +134,8 @@ def commit(folder: Path, manifest: Manifest) -> None:
     """
     try:
         for saved in manifest.files:
-            _expect_size(folder, saved)
+            if problem := _misfit(folder, saved):
+                raise StorageError(f"{problem}; another rank has written it: give a folder that all hosts share")
         with replacing(folder / MANIFEST) as temporary, open(temporary, "w", encoding="utf-8") as file:
             file.write(to_json(manifest))
             file.flush()
@@ -149,7 +152,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
 def _remove_unnamed(folder: Path, named: set[str]) -> None:
     """Remove files of an earlier or unfinished checkpoint. If that fails, the next checkpoint tries again."""
     for path in folder.iterdir():
-        if OURS.fullmatch(path.name) and path.name not in named:
+        if REMOVED.fullmatch(path.name) and path.name not in named:
             with suppress(OSError):
                 path.unlink()
 
@@ -175,12 +178,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _expect_size(folder: Path, saved: SavedFile) -> None:
+def _misfit(folder: Path, saved: SavedFile) -> str | None:
     path = folder / saved.name
     if not path.exists():
-        raise StorageError(f"{path}: was written by another rank and is not here; give a folder that all hosts share")
-    if path.stat().st_size != saved.nbytes:
-        raise StorageError(f"{path}: has {path.stat().st_size} bytes, expected {saved.nbytes}")
+        return f"{path}: is not here"
+    found = path.stat().st_size
+    return None if found == saved.nbytes else f"{path}: has {found} bytes, expected {saved.nbytes}"
 
 
 def read_manifest(folder: Path) -> tuple[str, Manifest]:
@@ -201,9 +204,11 @@ def read_manifest(folder: Path) -> tuple[str, Manifest]:
         if not OURS.fullmatch(saved.name):
             raise DataError(f"{path}: names {saved.name!r}, expected files beside it such as {file_name('0' * 12, 0)}; it is damaged")
         try:
-            _expect_size(folder, saved)
-        except (StorageError, OSError) as error:
-            raise DataError(f"{error}: the checkpoint is damaged") from None
+            problem = _misfit(folder, saved)
+        except OSError as error:
+            problem = f"{folder / saved.name}: cannot be read ({error.strerror})"
+        if problem:
+            raise DataError(f"{problem}: the checkpoint is damaged; {CURE}")
     return text, manifest
 
 
@@ -215,7 +220,8 @@ def expect_unchanged(folder: Path, files: Iterable[SavedFile]) -> None:
         except OSError as error:
             raise DataError(f"{folder / saved.name}: cannot be read ({error.strerror})") from None
         if found != saved.sha256:
-            raise DataError(f"{folder / saved.name}: has SHA-256 {found[:12]}..., expected {saved.sha256[:12]}...; the file is damaged")
+            raise DataError(f"{folder / saved.name}: has SHA-256 {found[:12]}..., expected {saved.sha256[:12]}...; the file is damaged; "
+                            f"{CURE}")
 
 
 class Reader:

@@ -8,8 +8,8 @@ decay, betas and momentum are those of its own config.
 
 import math
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -18,6 +18,7 @@ from rankloom.base.compression import EXACT
 from rankloom.base.errors import ConfigError, DataError, ModelMismatch, StorageError
 from rankloom.base.events import Saved
 from rankloom.checkpoint.files import MANIFEST, read_manifest
+from rankloom.data.text import expanded
 from rankloom.train.checkpoint import save_checkpoint
 from rankloom.train.engine import Engine
 from rankloom.train.job import Job
@@ -36,6 +37,7 @@ def newest_checkpoint(path: Path) -> Path:
 
     raises: DataError
     """
+    path = expanded(path)
     try:
         if (path / MANIFEST).exists():
             return path
@@ -47,6 +49,18 @@ def newest_checkpoint(path: Path) -> Path:
     if not found:
         raise DataError(f"{path}: holds no checkpoint to resume from; a run writes them with --checkpoint.interval")
     return found[-1]
+
+
+@contextmanager
+def _naming_the_one_before(path: Path) -> Iterator[None]:
+    """When the checkpoint cannot be read, tell which older one there is."""
+    try:
+        yield
+    except DataError as error:
+        there = whole_checkpoints(path.parent)
+        if path not in there[1:]:
+            raise
+        raise DataError(f"{error}; the one before it: --checkpoint.resume {quote(str(there[there.index(path) - 1]))}") from None
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
@@ -95,7 +109,8 @@ def resume(job: Job, engine: Engine) -> None:
     job.world.agree(misfit_of_run(path, saved, job), error=ModelMismatch, label="compare with the run of a checkpoint")
     groups = engine.optimizer.param_groups
     ours = [{key: group[key] for key in CONFIGURED if key in group} for group in groups]
-    engine.load(path)
+    with _naming_the_one_before(path):
+        engine.load(path)
     for group, configured in zip(groups, ours):
         group.update(configured)
     _expect_steps_left(path, engine.steps_done, job.config)
@@ -109,7 +124,9 @@ def expect_steps_left(config: Config) -> None:
     """Before a run has a folder: check that what it resumes from is there, and is not of its last step. raises: ConfigError, DataError"""
     if config.checkpoint.resume is not None:
         path = newest_checkpoint(Path(config.checkpoint.resume))
-        _expect_steps_left(path, (NEW_RUN | read_manifest(path)[1].facts.get("run", {}))["step"], config)
+        with _naming_the_one_before(path):
+            manifest = read_manifest(path)[1]
+        _expect_steps_left(path, (NEW_RUN | manifest.facts.get("run", {}))["step"], config)
 
 
 def _expect_steps_left(path: Path, done: int, config: Config) -> None:
@@ -132,7 +149,8 @@ def _find(job: Job, place: Path) -> tuple[Path, Mapping[str, Any]]:
     problem, path, saved = None, place, dict[str, Any]()
     try:
         path = newest_checkpoint(place)
-        saved = read_manifest(path)[1].facts.get("about_run", {})
+        with _naming_the_one_before(path):
+            saved = read_manifest(path)[1].facts.get("about_run", {})
     except DataError as error:
         problem = str(error)
     job.world.agree(problem, error=DataError, label="find a checkpoint")

@@ -39,6 +39,7 @@ import torch
 from rankloom.base.errors import ConfigError, StorageError
 from rankloom.base.events import Evaluated, Event, StepDone
 from rankloom.base.files import saving
+from rankloom.data.text import expanded
 from rankloom.train.schema import Config
 from rankloom.world.connect import World
 
@@ -51,9 +52,10 @@ def claim_run_folder(config: Config, now: datetime, *, again: bool = False, agen
     again:  a launcher has restarted the job: use a new folder beside that of the first start
     agents: the launchers of this job. If one of them began the run in the folder, this is a restart too: torchrun does not count it as
             one when a node joins
-    raises: StorageError when the folder cannot be made; ConfigError when it holds a run already
+    raises: StorageError when the folder cannot be made; ConfigError when it holds a run already;
+            DataError for a `~` without a home
     """
-    parent = Path(config.run.folder)
+    parent = expanded(config.run.folder)
     path = parent / (config.run.name or f"{now:%Y-%m-%d-%H%M%S}-{config.model.preset}")
     try:
         parent.mkdir(parents=True, exist_ok=True)

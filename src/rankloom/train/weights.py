@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rankloom.base.errors import DataError, ModelMismatch, StorageError
 from rankloom.base.files import replacing
+from rankloom.data.text import expanded
 from rankloom.data.tokenizer import Tokenizer, load_tokenizer
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
@@ -51,6 +52,7 @@ def load_model(run: Path, device: torch.device | str = "cpu") -> tuple[GPT, Toke
 
     raises: DataError when a file is missing or damaged; ModelMismatch when the weights do not have the shapes of `model.json`
     """
+    run = expanded(run)
     try:
         if not run.is_dir():
             raise DataError(f"{run}: is a file; name its run folder, {run.parent}" if run.exists() else f"{run}: no such run folder")
