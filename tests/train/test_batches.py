@@ -1,5 +1,6 @@
 """Cutting and dealing rows: nothing lost, nothing twice, in order, whatever the nesting."""
 
+import copy
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import rankloom as rl
 from rankloom.comm.canonical import owned_leaves
@@ -150,6 +152,87 @@ NO_BATCHES = [[], {}, None, "text", torch.tensor(1.0), (torch.zeros(2), torch.ze
 def test_a_batch_without_rows_or_with_different_numbers_of_them_is_refused_by_rank(batch):
     with pytest.raises(rl.BatchError, match=rf"rank 7: a batch must hold tensors .*{type(batch).__name__}"):
         rows_of(batch, 7)
+
+
+class Graphs(nn.Module):
+    """Adds up neighbours: nodes x [n, 6], edges [2, e]."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(rate)) for _ in range(2))
+
+    def forward(self, x, edges):
+        for block in self.blocks:
+            x = block(x.index_add(0, edges[1], x[edges[0]]))
+        return x
+
+
+def squares(model, graph):
+    return (model(graph[0], graph[1]) - graph[2]).square().sum(), graph[2].numel()
+
+
+def some_graphs():
+    torch.manual_seed(0)
+    sizes = (5, 2, 7, 4)   # the second graph has as many nodes as `edges` has rows, by chance
+    return [(torch.randn(n, 6).double(), torch.randint(n, (2, 9)), torch.randn(n, 6).double()) for n in sizes]
+
+
+def train_on_graphs(p, stage, rate):
+    torch.manual_seed(1)
+    model, graphs = Graphs(rate).double(), some_graphs()
+    models = [copy.deepcopy(model) for _ in range(p)]
+
+    def body(world):
+        engine = rl.prepare(models[world.rank], loss=squares, optimizer=lambda q: torch.optim.SGD(q, lr=0.1), world=world, stage=stage,
+                            accumulate=4 // p)
+        own = graphs[world.rank * 4 // p : (world.rank + 1) * 4 // p]
+        for _ in range(2):
+            engine.step(own if p < 4 else own[0])
+        return engine.full_state_dict()["model"]
+
+    return rl.simulate(p, body)[0]
+
+
+def train_on_graphs_plainly():
+    torch.manual_seed(1)
+    model, graphs = Graphs(0.0).double(), some_graphs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses, counts = zip(*(squares(model, graph) for graph in graphs))
+        (sum(losses) / sum(counts)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize(("p", "stage"), [(1, 0), (2, 0), (2, 3), (4, 1), (4, 3)])
+def test_micro_batches_that_cannot_be_cut_train_as_on_one_process_and_drop_alike_on_any_number_of_ranks(p, stage, rate):
+    expected = train_on_graphs(1, 0, rate) if rate else train_on_graphs_plainly()
+    for name, value in train_on_graphs(p, stage, rate).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)   # sums in another order
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_nan_in_a_batch_that_cannot_be_cut_is_named(pieces):
+    def body(world):
+        engine = rl.prepare(Graphs(0.0).double(), loss=squares, optimizer=lambda q: torch.optim.SGD(q, lr=0.1), world=world,
+                            accumulate=pieces)
+        graphs = some_graphs()[:pieces]
+        graphs[0][0][0] = torch.nan
+        engine.step(graphs)
+
+    with pytest.raises(rl.NonFinite, match="rank 0: the loss of its own batch is nan"):
+        rl.simulate(1, body)
+
+
+def test_one_batch_that_cannot_be_cut_in_several_is_refused_with_the_ways_out():
+    def body(world):
+        rl.prepare(Graphs(0.0).double(), loss=squares, optimizer=lambda q: torch.optim.SGD(q, lr=0.1), world=world,
+                   accumulate=2).step(some_graphs()[0])
+
+    with pytest.raises(rl.BatchError, match=r"found lengths \[5, 2, 5\] .*give `accumulate` micro-batches.*a leading dim of 1"):
+        rl.simulate(1, body)
 
 
 @given(st.integers(1, 40), st.data())

@@ -70,7 +70,7 @@ def test_ranks_that_share_their_rows_are_named_by_their_number_in_the_world(batc
 
     def body(world):
         engine = rl.prepare(copy.deepcopy(whole), loss=lambda model, batch: (model(batch[0]).sum(), len(batch[1])), world=world,
-                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1), tensor_plan={"0": "colwise", "1": "rowwise"})
+                            optimizer=lambda p: torch.optim.SGD(p, lr=0.1), tensor_plan={"0": "colwise", "1": "rowwise"}, accumulate=2)
         with pytest.raises((rl.BatchError, rl.NonFinite)) as error:
             engine.step(batch)
         return str(error.value)

@@ -3,6 +3,8 @@
 A batch is a tensor, or tuples, lists, dicts and dataclasses of tensors, nested in any way. Every tensor has one row per sample along
 dim 0. Numpy arrays of the same length are cut by rows too, and so are lists and tuples of that length without tensors (captions).
 Anything else goes unchanged into every micro-batch. Micro-batches of unequal length do not fit in one batch: pass them already cut.
+
+A batch without such rows (a graph and its edges, packed tokens, boxes) is never cut: it is one micro-batch, and counts as one row.
 """
 
 import copy
@@ -139,16 +141,29 @@ def _goes_by_rows(value: Any, rows: int) -> bool:
 
 
 def rows_of(batch: Any, rank: int) -> int:
-    """How many samples a batch holds.
+    """How many samples a batch holds that is to be cut.
 
     raises: BatchError when it has no tensors, or tensors of different length along dim 0
     """
+    if (rows := rows_if_any(batch)) is None:
+        raise BatchError(f"rank {rank}: a batch must hold tensors with one row per sample along dim 0, all equally long, to be cut; "
+                         f"found lengths {_lengths(batch)} in a {type(batch).__name__}; looked for in tuples, lists, dicts and "
+                         "dataclasses. Where samples are no rows (graphs, packed tokens), give `accumulate` micro-batches, already cut, in "
+                         "a list or an iterator; if training is deterministic, tensors with a leading dim of 1")
+    return rows
+
+
+def rows_if_any(batch: Any) -> int | None:
+    """How many samples a batch holds; None when it cannot be cut by rows."""
+    lengths = set(_lengths(batch))
+    return lengths.pop() if len(lengths) == 1 and -1 not in lengths else None
+
+
+def _lengths(batch: Any) -> list[int]:
+    """Of each tensor the length of dim 0; -1 of one without dims."""
     lengths: list[int] = []
     map_tensors(lambda t: lengths.append(t.shape[0] if t.dim() else -1), batch)
-    if not lengths or -1 in lengths or len(set(lengths)) > 1:
-        raise BatchError(f"rank {rank}: a batch must hold tensors with one row per sample along dim 0, all equally long; "
-                         f"found lengths {lengths} in a {type(batch).__name__}; looked for in tuples, lists, dicts and dataclasses")
-    return lengths[0]
+    return lengths
 
 
 def cut_batch(batch: Any, pieces: int, rank: int) -> list[Any]:
@@ -158,6 +173,8 @@ def cut_batch(batch: Any, pieces: int, rank: int) -> list[Any]:
     """
     if isinstance(batch, MicroBatches):
         return list(batch)
+    if pieces == 1 and rows_if_any(batch) is None:
+        return [batch]
     rows = rows_of(batch, rank)
     expect_rows(rows, pieces, rank)
     runs = [(int(run[0]), int(run[-1]) + 1) for run in torch.arange(rows).tensor_split(pieces)]
@@ -168,7 +185,7 @@ def cut_again(batch: Any, pieces: int, rank: int) -> list[Any]:
     """As `cut_batch`, but into fewer pieces when there are fewer rows. A batch without rows is one piece."""
     if isinstance(batch, MicroBatches):
         return list(batch)
-    rows = rows_of(batch, rank)
+    rows = rows_if_any(batch)
     return cut_batch(batch, min(rows, pieces), rank) if rows else [batch]
 
 

@@ -27,7 +27,7 @@ from rankloom.base.errors import BatchError, ConfigError, LossError, NonFinite
 from rankloom.base.modes import evaluating, runs_together
 from rankloom.parallel.build import digest
 from rankloom.parallel.tokens_apart import ALL, EVEN, ODD, Apart
-from rankloom.train.batches import expect_rows, map_tensors, rows_of, with_halves
+from rankloom.train.batches import expect_rows, map_tensors, rows_if_any, rows_of, with_halves
 from rankloom.train.compiled import is_compiled
 from rankloom.train.put_back import same_bits, state_put_back, untrained
 from rankloom.train.split_model import SHARING_AXES
@@ -71,11 +71,13 @@ def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, bat
     group:  the ranks over which rows are distributed   tokens: those over which losses are summed
     pieces: number of micro-batches                     shards: logical shards, over which rows are redistributed; 0: none
     apart:  see `expect_sum_over_tokens`
-    A collective of the world: all ranks run the same number of forwards, as a forward may be a collective.
+    A collective of the world: all ranks run the same number of forwards, as a forward may be a collective. None if a rank's micro-batch
+    cannot be cut by rows (a graph, packed tokens), nor thus in halves.
     """
-    mine = torch.tensor([rows_of(batch, world.rank) * group.size + group.rank], device=group.device)
+    rows = rows_of(batch, world.rank) if shards or pieces > 1 else rows_if_any(batch)
+    mine = torch.tensor([(-1 if rows is None else rows) * group.size + group.rank], device=group.device)
     held, rank = divmod(int(tokens.all_reduce(mine, "min", label="rows")), group.size)
-    if not shards:
+    if not shards and held >= 0:
         expect_rows(held, pieces, group.ranks[rank])
     if held < 1:   # on some rank
         return

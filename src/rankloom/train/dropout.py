@@ -25,7 +25,7 @@ from rankloom.base.rng import key_to_seed
 from rankloom.parallel.context import KEYED_DROPOUT
 from rankloom.parallel.sequences import Spans, take_run
 from rankloom.parallel.tensor.layers import Between
-from rankloom.train.batches import rows_of
+from rankloom.train.batches import rows_if_any
 from rankloom.world.group import Group
 
 AT_ONCE = {"cpu": 1 << 18}   # elements whose mask is drawn at a time: what fits in a cache
@@ -49,9 +49,10 @@ class DropoutKey:
     def number_rows(self, pieces: Sequence[Any], group: Group, first: int | None = None) -> list[range]:
         """For each micro-batch of this rank: the numbers of its rows in the global batch, which concatenates the ranks' batches.
 
+        A micro-batch that cannot be cut by rows counts as one. So its masks depend on the micro-batches before it, and not on the ranks.
         first: the number of this rank's first row. Left out, ranks gather their numbers of rows, if a module drops anything
         """
-        held = [rows_of(piece, group.rank) for piece in pieces]
+        held = [1 if (rows := rows_if_any(piece)) is None else rows for piece in pieces]
         if first is None and self.is_used and group.size > 1:
             everyone = group.all_gather(torch.tensor([sum(held)], device=group.device), label="rows")
             first = int(everyone[:group.rank].sum())
