@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from awkward import adamw, share
@@ -279,6 +280,46 @@ def test_what_a_block_returns_may_be_changed_in_place(backend):
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
 def test_a_loss_may_take_gradients_of_its_own(options):
     expect_as_plain(lambda: drawn(Line()), slope, [ROWS, ROWS * 2], ranks=(1, 2), stages=(0, 1, 2, 3), **options)
+
+
+class FixedPoint(nn.Module):
+    """z = f(z, x), where f is two blocks. A hook solves the linear equation of its gradient, by backward passes inside of the backward."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def f(self, z, x):
+        for block in self.blocks:
+            z = 0.3 * (checkpoint(block, z, use_reentrant=False) if self.recomputes else block(z)) + x
+        return z
+
+    def forward(self, x):
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(5):
+                z = self.f(z, x)
+        z = self.f(z, x)
+        if z.requires_grad:
+            before = z.detach().requires_grad_()
+            after = self.f(before, x)
+
+            def solve(gradient):
+                solved = gradient
+                for _ in range(4):
+                    solved, = torch.autograd.grad(after, before, solved, retain_graph=True)
+                    solved = solved + gradient
+                return solved
+
+            z.register_hook(solve)
+        return self.last(z)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_hook_may_take_gradients_inside_of_the_backward(recomputes):
+    expect_as_plain(lambda: drawn(FixedPoint(recomputes)), squares, [ROWS, ROWS * 2], ranks=(2,), stages=(1, 2, 3))
 
 
 # ---------------------------------------------------------------------- what goes wrong

@@ -7,6 +7,8 @@ compute with a mixture. So each rank hashes the order of its gathers and reducti
 from dataclasses import dataclass, field
 from zlib import crc32
 
+import torch
+
 from rankloom.base.errors import UnitError
 from rankloom.parallel.sections import Section
 
@@ -17,15 +19,31 @@ class Calls:
 
     order:      of this pass             last: of the pass before
     order_hash: a hash of the gathers and reductions since the last step ended
+    backward:   autograd's number of the running backward
     """
 
     order: list[Section] = field(default_factory=list)
     last: list[Section] = field(default_factory=list)
     order_hash: int = 0
+    backward: int = -1
 
     def begin_pass(self) -> None:
         """A new pass begins."""
         self.last, self.order = self.order or self.last, []
+
+    def begin_backward(self) -> bool:
+        """A backward begins. Returns whether autograd runs it."""
+        self.backward = torch._C._current_graph_task_id()
+        return self.backward != -1
+
+    @property
+    def inside_backward(self) -> bool:
+        """Whether another backward runs inside of the running one, as when a hook of the model's own calls `torch.autograd.grad`."""
+        return torch._C._current_graph_task_id() != self.backward
+
+    def note_backward(self, section: Section) -> None:
+        """The backward of a call begins. One inside of another may come again, and its calls may have no other."""
+        section.calls = max(0, section.calls - (not self.inside_backward))
 
     def note(self, section: Section) -> None:
         """The section is called now."""

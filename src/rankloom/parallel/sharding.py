@@ -321,7 +321,7 @@ class Sharding:
             raise UnitError(f"rank {self.group.world_rank}: a backward with create_graph=True leaves a graph that reads parameters that "
                             "are released; keep them: reshard_after_forward=False, or a stage below 3")
         self._enter_backward()
-        section.calls = max(0, section.calls - 1)
+        self._calls.note_backward(section)
         for other in self._settle_before(section):
             if self.gathering.reshards:
                 other.release()
@@ -332,12 +332,12 @@ class Sharding:
                 previous.start_gather()
 
     def _settle_before(self, section: Section) -> list[Section]:
-        """The sections whose backward is over when that of this one begins. Those that await no more gradients are settled.
+        """The sections whose backward is over when that of this one begins (inside of another: none). Those that await no more are settled.
 
         Not when the last gradient lands: that depends on which parameters a rank has used, while all ranks come here alike, and gathers
         and reductions must have one order on all ranks.
         """
-        over = [other for other in self.sections if not other.calls and is_over(other, section)]
+        over = [other for other in self.sections if not (other.calls or self._calls.inside_backward) and is_over(other, section)]
         for other in over:
             if not other.settled and not other.awaits_more():
                 self._settle(other)
@@ -357,7 +357,7 @@ class Sharding:
         """Called by every hook in a backward; the first call begins it."""
         if self._moment is Moment.BACKWARD:
             return
-        if torch._C._current_graph_task_id() != -1:
+        if self._calls.begin_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._moment = Moment.BACKWARD
         if self.at:
