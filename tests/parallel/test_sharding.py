@@ -564,6 +564,45 @@ def test_a_loss_of_derivatives_that_torch_func_takes_is_that_of_one_process(stag
     assert np.allclose(rl.simulate(1, lambda world: body(world, stage))[0], expected, rtol=1e-12, atol=0)
 
 
+def after_an_inner_step(model, x):
+    """As MAML has it: the loss of weights that were trained on other rows, which is a function of the model's own."""
+    own, (inner, outer) = dict(model.named_parameters()), x.chunk(2)
+    first = torch.func.functional_call(model, own, (inner,)).square().mean()
+    slopes = torch.autograd.grad(first, list(own.values()), create_graph=True)
+    fast = {name: param - 0.1 * slope for (name, param), slope in zip(own.items(), slopes)}
+    return squares(lambda rows: torch.func.functional_call(model, fast, (rows,)), outer)
+
+
+def test_a_loss_may_call_the_model_with_other_weights_where_parameters_are_kept():
+    task = torch.cat([ROWS, ROWS * 0.5])
+    model = drawn(Line())
+    total, count = after_an_inner_step(model, task)
+    total, count = total + after_an_inner_step(model, task * 2)[0], 2 * count
+    (total / count).backward()
+    sgd(model.parameters()).step()
+
+    def body(world, stage):
+        engine = rl.prepare(drawn(Line()), loss=after_an_inner_step, optimizer=sgd, world=world, stage=stage)
+        engine.step(task * (world.rank + 1))
+        return engine.full_state_dict()["model"]
+
+    for stage in (1, 2):
+        for state in rl.simulate(2, lambda world, stage=stage: body(world, stage), backend="gloo"):
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(1, nn.Parameter), (3, torch.Tensor)])
+def test_a_call_with_other_weights_that_cannot_be_told_from_a_replacement_says_what_to_do(stage, kind):
+    def body(world):
+        others = {name: kind(torch.zeros(param.shape)) for name, param in drawn(Line()).named_parameters()}
+        loss = lambda model, x: squares(lambda rows: torch.func.functional_call(model, others, (rows,)), x)
+        rl.prepare(drawn(Line()), loss=loss, optimizer=sgd, world=world, stage=stage).step(ROWS)
+
+    with pytest.raises(UnitError, match=r"first.weight was replaced .*functional_call.*`.detach\(\)` .* a stage below 3"):
+        rl.simulate(2, body, backend="gloo")
+
+
 @pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: lambda x: torch.func.vjp(f, x)[1](x)[0]])
 def test_torch_func_around_a_model_whose_parameters_are_let_go_is_an_error_in_words(transform):
     def body(world):

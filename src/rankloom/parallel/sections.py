@@ -105,9 +105,12 @@ class Section:
 
     def _expect_own_parameters(self) -> None:
         for module, key, param, unit, name, version, address in self._places:
-            if module._parameters.get(key) is not param:
+            if (found := module._parameters.get(key)) is not param:
+                if unit.stays and isinstance(found, torch.Tensor) and not isinstance(found, nn.Parameter):
+                    continue   # only `functional_call` puts plain tensors there, for as long as it runs
                 raise UnitError(f"{name} was replaced after the model was sharded: the new tensor is on no other rank and in no optimizer. "
-                                f"{LOAD}, or replace it before sharding")
+                                f"{LOAD}, or replace it before sharding. If `torch.func.functional_call` replaces it for one call: give it "
+                                "plain tensors (`.detach()` of a parameter), and keep parameters: a stage below 3")
             if address is not None and param.data_ptr() != address:
                 raise UnitError(f"{name} was cast or moved after the model was sharded: what computes is no longer what is trained. "
                                 "Do it before sharding, or give `precision`")
