@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import time
 from collections import OrderedDict
 
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import rankloom as rl
 from awkward import adamw, share
 from blocky import loss_of, make_blocky, make_turns
-from rankloom.base.errors import NonFinite, UnitError
+from rankloom.base.errors import CollectiveTimeout, NonFinite, UnitError
+from rankloom.parallel.wrapping import section_names
 from rankloom.shard.offload import Host
 
 WIDTH = 6
@@ -280,6 +282,29 @@ def test_what_a_block_returns_may_be_changed_in_place(backend):
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
 def test_a_loss_may_take_gradients_of_its_own(options):
     expect_as_plain(lambda: drawn(Line()), slope, [ROWS, ROWS * 2], ranks=(1, 2), stages=(0, 1, 2, 3), **options)
+
+
+class Rare(nn.Module):
+    """Its last layer calls the parts of its list only if a row of the batch has such a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 12, [3, 6])
+
+    def forward(self, x, classes):
+        return self.last(self.first(x), classes).output
+
+
+def unlikely(model, batch):
+    return -model(*batch).sum(), len(batch[0])
+
+
+COMMON_THEN_RARE = ROWS, torch.tensor([0, 1, 2, 1, 0, 2, 7, 8, 9, 10, 11, 6])
+
+
+def test_the_parts_of_an_adaptive_softmax_are_no_blocks_for_not_every_rank_calls_them():
+    assert section_names(Rare()) == [""] and section_names(nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 12, [3, 6])) == [""]
+    expect_as_plain(lambda: drawn(Rare()), unlikely, [COMMON_THEN_RARE], ranks=(2,), backends=("gloo",), stages=(3,))
 
 
 class FixedPoint(nn.Module):
@@ -562,6 +587,17 @@ def test_a_loss_of_derivatives_that_torch_func_takes_is_that_of_one_process(stag
 
     expected = rl.simulate(1, lambda world: body(world, 0))[0]   # one rank: torch keeps one level of forward derivatives for all threads
     assert np.allclose(rl.simulate(1, lambda world: body(world, stage))[0], expected, rtol=1e-12, atol=0)
+
+
+def test_a_rank_that_waits_for_a_block_which_another_does_not_call_is_told_what_to_do():
+    def body(world):
+        sharded = rl.fully_shard(drawn(Rare()), world, units=nn.Sequential)
+        sharded(*share(COMMON_THEN_RARE, world.rank, world.size))
+        time.sleep(3)   # rank 0 is here at once, and must not leave before rank 1 has waited long enough
+
+    with pytest.raises(CollectiveTimeout, match="parameters of last.tail.[01]") as error:
+        rl.simulate(2, body, timeout=1, backend="gloo")
+    assert re.search("do not call last.tail.[01]. Call each block on every rank", "".join(error.value.__notes__))
 
 
 def after_an_inner_step(model, x):

@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 
 from rankloom.base.errors import UnitError
-from rankloom.parallel.sections import Section
+from rankloom.parallel.sections import CALL_ALIKE, Section
 
 
 @dataclass
@@ -78,6 +78,4 @@ class Calls:
             shown = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
             raise UnitError(
                 f"rank {rank}: not all ranks have called the same blocks in the same order; here, in the last pass, {shown}. A block that "
-                "is called is gathered from all ranks, so what was computed is wrong. Call each block on every rank (its result times 0 "
-                "where it is not wanted, layerdrop at 0), or give `units` that have inside whatever only some ranks call, or train at "
-                "stage 2")
+                f"is called is gathered from all ranks, so what was computed is wrong. {CALL_ALIKE}")

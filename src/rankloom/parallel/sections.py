@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rankloom.base.errors import UnitError
+from rankloom.base.errors import CollectiveTimeout, UnitError
 from rankloom.parallel.known_parameters import LOAD
 from rankloom.shard.float8_unit import NO_CONSUMERS, Float8Consumers, Float8Unit
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
@@ -23,6 +23,9 @@ from rankloom.shard.offload import Host
 from rankloom.shard.sums import UnitSums
 from rankloom.shard.unit import Fill, Formats, LayOut, State, Unit
 from rankloom.world.group import Group
+
+CALL_ALIKE = ("Call each block on every rank (its result times 0 where it is not wanted, layerdrop at 0), or give `units` that have inside "
+              "whatever only some ranks call, or train at stage 2")
 
 
 class ParameterPlace(NamedTuple):
@@ -70,9 +73,14 @@ class Section:
 
     def make_ready(self) -> None:
         """Gather: afterwards every parameter of the section may be used."""
-        self.start_gather()
-        for unit in self.units:
-            unit.make_ready()
+        try:
+            self.start_gather()
+            for unit in self.units:
+                unit.make_ready()
+        except CollectiveTimeout as error:
+            if not all(unit.stays for unit in self.units):
+                error.add_note(f"a rank waits here for others that do not call {self.name or 'the model'}. {CALL_ALIKE}")
+            raise
 
     def release(self, near: Group | None = None) -> None:
         """Release the units; see `Unit.release`."""

@@ -22,6 +22,7 @@ Policy = str | int | type | tuple[type, ...] | Callable[[str, nn.Module], bool] 
 ROOT = ""
 # Modules that are never called: containers, and the output layer of torch's attention, which only reads its weight.
 NEVER_CALLED = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict | nn.modules.linear.NonDynamicallyQuantizableLinear
+CALLS_AS_NEEDED = nn.AdaptiveLogSoftmaxWithLoss   # calls what is in its list only if some row needs it, which ranks decide apart
 _WITHOUT_TENSORS = nn.Module | type | str | bytes | int | float | complex | torch.dtype | torch.device | FunctionType | ModuleType | None
 
 
@@ -62,6 +63,8 @@ def repeated_blocks(model: nn.Module) -> Iterator[str]:
     """Names of the outermost modules that are in a list with others of their class."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
+        if isinstance(module, CALLS_AS_NEEDED):
+            inside += (f"{name}." if name else "",)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not f"{name}.".startswith(inside):
             kinds = Counter(type(child) for child in module)
             blocks = [f"{name}.{key}" if name else key for key, child in module.named_children()
