@@ -322,6 +322,22 @@ def test_an_error_about_formats_names_the_buffers_that_have_another(name):
                for note in error.value.__notes__)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("norm", "full"), [(nn.utils.parametrizations.spectral_norm, "*parametrizations*"), (nn.utils.spectral_norm, "0")])
+def test_a_spectral_norm_trains_in_16_bits_with_what_the_note_says_to_compute_in_full(norm, full, compute, stage):
+    def body(world, full):
+        how = Precision("16 bits", compute, master=torch.float32, output=torch.float32, full=full)
+        engine = rl.prepare(nn.Sequential(norm(nn.Linear(6, 4)), nn.Linear(4, 4)), loss=lambda m, x: (m(x).square().sum(), 4 * len(x)),
+                            optimizer=adamw, world=world, precision=how, stage=stage)
+        return engine.step(torch.ones(4, 6)).skipped
+
+    with pytest.raises(RuntimeError) as error:
+        rl.simulate(1, lambda world: body(world, ()))
+    assert any("Precision(..., full=(names,))" in note and "*parametrizations*" in note for note in error.value.__notes__)
+    assert rl.simulate(1, lambda world: body(world, (full,))) == [False]
+
+
 @pytest.mark.parametrize("name", ["fp32", *SIXTEEN])
 def test_an_engine_is_not_copied_and_its_model_may_be(name):
     """The copy's gradients had gone nowhere: it trained nothing, and nobody said so."""

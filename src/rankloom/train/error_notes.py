@@ -22,7 +22,9 @@ def buffers_named(model: nn.Module, precision: Precision) -> Iterator[None]:
         if precision.master is not None and wide and "type" in str(error):
             error.add_note(f"precision {precision.name!r} casts parameters and inputs to {precision.compute}, and leaves buffers as they "
                            f"are: {', '.join(wide[:3])} ({len(wide)} in all). A result with a wider buffer in it is wide too, and "
-                           "layers in 16 bits refuse it: cast the buffer where it is used, for example `x + self.table.to(x)`")
+                           "layers in 16 bits refuse it: cast the buffer where it is used, for example `x + self.table.to(x)`. Where torch "
+                           "itself uses it, let the module compute in full, `Precision(..., full=(names,))`: after spectral_norm of "
+                           "`parametrizations` \"*parametrizations*\", after the old `torch.nn.utils.spectral_norm` the name of the layer")
         raise
 
 
