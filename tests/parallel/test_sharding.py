@@ -600,6 +600,37 @@ def test_a_rank_that_waits_for_a_block_which_another_does_not_call_is_told_what_
     assert re.search("do not call last.tail.[01]. Call each block on every rank", "".join(error.value.__notes__))
 
 
+class Adjoint(torch.autograd.Function):
+    """f(x), computed again in backward, with gradients of parameters that are given as arguments."""
+
+    @staticmethod
+    def forward(ctx, f, x, *params):
+        ctx.f, ctx.x = f, x.detach()
+        ctx.save_for_backward(*params)
+        with torch.no_grad():
+            return f(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = ctx.x.requires_grad_()
+            return None, *torch.autograd.grad(ctx.f(x), (x, *ctx.saved_tensors), gradient)
+
+
+class Integrated(Line):
+    """The blocks are called by a function that is given their parameters."""
+
+    def forward(self, x):
+        return self.last(Adjoint.apply(self.blocks, self.first(x), *self.blocks.parameters()))
+
+
+def test_parameters_of_blocks_that_a_function_is_given_are_an_error_of_torchs_and_right_where_it_has_no_units_inside():
+    expect_as_plain(lambda: drawn(Integrated()), squares, [ROWS], ranks=(2,), stages=(1, 2))
+    expect_as_plain(lambda: drawn(Integrated()), squares, [ROWS], ranks=(2,), backends=("gloo",), stages=(3,), units=Integrated)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|expected shape compatible with \[0\]"):
+        expect_as_plain(lambda: drawn(Integrated()), squares, [ROWS], ranks=(2,), backends=("gloo",), stages=(3,))
+
+
 def after_an_inner_step(model, x):
     """As MAML has it: the loss of weights that were trained on other rows, which is a function of the model's own."""
     own, (inner, outer) = dict(model.named_parameters()), x.chunk(2)
