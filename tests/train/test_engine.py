@@ -715,10 +715,10 @@ def test_a_later_one_is_refused_by_its_rank():
     quickly(2, body, rl.BatchError, "rank 1: a batch of 2 rows cannot be cut in 3 micro-batches")
 
 
-@pytest.mark.parametrize("deterministic", [False, 4])
-def test_tensors_of_different_length_are_refused(deterministic):
-    body = lambda w: prepare(w, loss=lambda m, b: squares(m, b[0]), deterministic=deterministic).step((rows(3), torch.zeros(4)))
-    quickly(2, body, rl.BatchError, r"all equally long; found lengths \[3, 4\] in a tuple")
+@pytest.mark.parametrize("cut", [{"accumulate": 2}, {"deterministic": 4}], ids=str)
+def test_tensors_of_different_length_are_refused_where_they_are_to_be_cut(cut):
+    body = lambda w: prepare(w, loss=lambda m, b: squares(m, b[0]), **cut).step((rows(3), torch.zeros(4)))
+    quickly(2, body, rl.BatchError, r"all equally long, to be cut; found lengths \[3, 4\] in a tuple.*`accumulate` micro-batches")
 
 
 def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
