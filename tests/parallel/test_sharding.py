@@ -314,7 +314,7 @@ class FixedPoint(nn.Module):
         super().__init__()
         self.recomputes = recomputes
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
-        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
 
     def f(self, z, x):
         for block in self.blocks:
@@ -340,6 +340,17 @@ class FixedPoint(nn.Module):
 
             z.register_hook(solve)
         return self.last(z)
+
+
+class FixedPointOfMore(FixedPoint):
+    """The gradient of a bias is not whole when the backward of its block is over, which the hook comes after."""
+
+    def forward(self, x):
+        return super().forward(x + self.last[0][0].bias)
+
+
+def test_a_block_waits_for_the_rest_of_its_gradients_while_a_hook_takes_others():
+    expect_as_plain(lambda: drawn(FixedPointOfMore(False)), squares, [ROWS, ROWS * 2], ranks=(2,), stages=(1, 2))
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -38,12 +38,11 @@ class Calls:
 
     @property
     def inside_backward(self) -> bool:
-        """Whether another backward runs inside of the running one, as when a hook of the model's own calls `torch.autograd.grad`."""
-        return torch._C._current_graph_task_id() != self.backward
+        """Whether another backward runs inside of the running one, as when a hook of the model's own calls `torch.autograd.grad`.
 
-    def note_backward(self, section: Section) -> None:
-        """The backward of a call begins. One inside of another may come again, and its calls may have no other."""
-        section.calls = max(0, section.calls - (not self.inside_backward))
+        It does not know which gradients the outer one has still to make.
+        """
+        return torch._C._current_graph_task_id() != self.backward
 
     def note(self, section: Section) -> None:
         """The section is called now."""

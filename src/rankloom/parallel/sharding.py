@@ -321,7 +321,7 @@ class Sharding:
             raise UnitError(f"rank {self.group.world_rank}: a backward with create_graph=True leaves a graph that reads parameters that "
                             "are released; keep them: reshard_after_forward=False, or a stage below 3")
         self._enter_backward()
-        self._calls.note_backward(section)
+        section.calls = max(0, section.calls - 1)
         for other in self._settle_before(section):
             if self.gathering.reshards:
                 other.release()
