@@ -24,7 +24,7 @@ from rankloom.world.group import Group
 from rankloom.world.ledger import Ledger
 from rankloom.world.open_files import make_room
 from rankloom.world.transport.address import LOOPBACK, own_address
-from rankloom.world.transport.meet import find_neighbours
+from rankloom.world.transport.meet import find_neighbours, name_of
 from rankloom.world.transport.process_group import build
 from rankloom.world.transport.router import DeviceRouter
 
@@ -196,7 +196,7 @@ class World(Group):
               purpose: str = "group") -> tuple[dist.ProcessGroup | None, Inspector | None]:
         if len(ranks) == 1:
             return None, None
-        n, meeting = len(ranks), f"{purpose}/" + "-".join(map(str, ranks))
+        n, meeting = len(ranks), f"{purpose}/{name_of(ranks)}"
         make_room(n + SPARE, f"a group of {n} ranks", wished=n * n + SPARE)   # ranks may be threads of one process: each then needs n
         store = dist.PrefixStore(meeting, self._store)
         gone: Callable[[], Sequence[int]] = tuple   # gloo cannot tell which ranks are gone

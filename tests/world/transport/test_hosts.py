@@ -596,7 +596,7 @@ def test_a_stranger_is_turned_away_and_the_group_forms(monkeypatch):
 
     lines: dict = {}
     threading.Thread(target=pester, daemon=True).start()
-    store.set("wire/1", "")   # rank 0 waits for it, and reads only of those before it
+    store.set("wire/1", "")   # rank 0 waits for it, and calls nobody
     lines[0] = dial_all(store, 0, 2, "127.0.0.1", 10)
     for _ in range(100):
         if 1 in lines:
@@ -613,7 +613,8 @@ def test_a_rank_that_cannot_be_reached_is_named_with_its_address():
     store = dist.HashStore()
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        store.set("wire/0", dial.json.dumps(["127.0.0.1", closed.getsockname()[1], "0" * 32]))
+        there = dial.json.dumps(["127.0.0.1", closed.getsockname()[1], "0" * 32])
+        store.set("wire, of all", dial.json.dumps([there, ""]))
         with pytest.raises(RankLost, match=r"rank 1: cannot reach rank 0 at 127\.0\.0\.1, port \d+: .*GLOO_SOCKET_IFNAME"):
             dial_all(store, 1, 2, "127.0.0.1", 2)
 

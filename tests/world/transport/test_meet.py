@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ import torch.distributed as dist
 import rankloom as rl
 from patience import AT_ONCE
 from rankloom.base.errors import RankLost
-from rankloom.world.transport.meet import start_afresh
+from rankloom.world import connect
+from rankloom.world.connect import World
+from rankloom.world.transport import process_group
+from rankloom.world.transport.meet import name_of, start_afresh
+from rankloom.world.transport.process_group import SharedMemoryGroup
 
 P = 3
 
@@ -48,6 +53,35 @@ def test_ranks_that_count_each_other_differently_are_told_so():
             leader.result()
         with pytest.raises(RankLost, match=r"rank 1: rank\(s\) 2, 3 did not join"):
             other.result()
+
+
+MANY = 4096   # ranks, whose numbers in a row are 19 KiB
+
+
+def one_of_many(store):
+    return SimpleNamespace(rank=lambda: 0, channel=SimpleNamespace(timeout=1.0, ranks=range(MANY)), _store=store)
+
+
+@pytest.mark.parametrize("build", [lambda store: World(store, 0, MANY, torch.device("cpu"), timeout=1.0, backend="rankloom"),
+                                   lambda store: SharedMemoryGroup.split_group(one_of_many(store), [*range(MANY)])], ids=["world", "split"])
+def test_a_group_of_thousands_of_ranks_has_keys_that_the_store_takes(build, monkeypatch):
+    class Told(Exception):
+        pass
+
+    def tell(store, *rank_and_more, **options):
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        raise Told
+
+    for module in (connect, process_group):
+        monkeypatch.setattr(module, "build", tell)
+    with pytest.raises(Told):
+        build(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+
+
+def test_groups_of_other_ranks_have_other_names():
+    groups = [range(12), range(11), (1, 2), (12,), (2, 1), ()]
+    assert len({name_of(ranks) for ranks in groups}) == len(groups) and name_of(range(12)) == name_of([*range(12)])
 
 
 def test_a_store_that_ends_with_its_rank_is_no_time_out():

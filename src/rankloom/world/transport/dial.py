@@ -10,7 +10,7 @@ import time
 import torch.distributed as dist
 
 from rankloom.base.errors import RankLost
-from rankloom.world.transport.meet import wait_for
+from rankloom.world.transport.meet import hear_all
 
 HELLO = struct.Struct("<32si")   # the secret word of the called rank, and the number of the caller
 HELLO_SECONDS = 5.0              # for a caller to send it
@@ -25,10 +25,8 @@ def dial_all(store: dist.Store, rank: int, size: int, address: str, timeout: flo
     deadline, word = time.monotonic() + timeout, secrets.token_hex(16)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=size) as listener:
-        keys = [f"wire/{other}" for other in range(size)]
-        store.set(keys[rank], json.dumps([address, listener.getsockname()[1], word]))
-        wait_for(store, dict(zip(keys, range(size))), rank, timeout)
-        lines = {other: _call(json.loads(told), other, rank, deadline) for other, told in enumerate(store.multi_get(keys)[:rank])}
+        told = hear_all(store, "wire", rank, size, timeout, json.dumps([address, listener.getsockname()[1], word]))
+        lines = {other: _call(json.loads(told[other]), other, rank, deadline) for other in range(rank)}
         while len(lines) < size - 1:
             lines |= _answer(listener, word, rank, [other for other in range(rank + 1, size) if other not in lines], deadline)
     for line in lines.values():

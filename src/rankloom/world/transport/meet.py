@@ -10,6 +10,7 @@ import ctypes
 import datetime
 import errno
 import fcntl
+import hashlib
 import json
 import mmap
 import os
@@ -55,6 +56,11 @@ class Neighbours:
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each host; hosts in the order of their first ranks."""
         return tuple(dict.fromkeys(self.on_host_of(rank) for rank in range(len(self.hosts))))
+
+
+def name_of(ranks: Sequence[int]) -> str:
+    """A name for a group of these ranks, which stands before each of its keys: short, as stores refuse keys above 8 KiB."""
+    return hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
 
 
 def find_neighbours(store: dist.Store, rank: int, size: int, timeout: float, *, host: str | None = None) -> Neighbours:

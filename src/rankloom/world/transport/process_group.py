@@ -36,7 +36,7 @@ from rankloom.world.transport.codes import (
 )
 from rankloom.world.transport.forms import in_either_form
 from rankloom.world.transport.hosts import HostsBuffers, HostsChannel
-from rankloom.world.transport.meet import find_neighbours
+from rankloom.world.transport.meet import find_neighbours, name_of
 from rankloom.world.transport.operands import BYTES, Finish, countable, dense, dense_output, number_of
 from rankloom.world.transport.profiled import profiled
 from rankloom.world.transport.sparse import all_reduce_sparse
@@ -337,7 +337,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         if self.rank() not in ranks:
             return None
         chosen, me = sorted(ranks), sorted(ranks).index(self.rank())
-        store = dist.PrefixStore(f"split {self._splits} {chosen}", self._store)
+        store = dist.PrefixStore(f"split {self._splits} {name_of(chosen)}", self._store)
         seconds = timeout.total_seconds() if timeout else self.channel.timeout
         group = build(store, me, len(chosen), seconds, ranks=[self.channel.ranks[rank] for rank in chosen], name=group_name or "split")
         group.setGroupName(group_name or "")
