@@ -34,16 +34,28 @@ def test_room_that_is_there_is_left_as_it_is():
     assert done.stdout.endswith("(300, 5000)\n"), done.stderr
 
 
-def test_what_is_there_is_never_lowered_for_a_group_that_wishes_for_more():
-    command = """
-import resource
+@pytest.mark.parametrize(("before", "after"), [(2000, 2100), (100, 1000)])
+def test_the_limit_becomes_what_is_enough_or_what_is_needed_if_that_is_more(before, after):
+    command = f"""
+import os, resource
 from rankloom.world import open_files
 open_files.ENOUGH = 1000
-open_files.make_room(10, "a group", wished=10**6)
+open_files.make_room({after} - len(os.listdir("/dev/fd")), "a group")
 print(resource.getrlimit(resource.RLIMIT_NOFILE))
 """
-    assert run([sys.executable, "-c", command], 2000, 5000).stdout == "(2000, 5000)\n"
-    assert run([sys.executable, "-c", command], 100, 5000).stdout == "(1000, 5000)\n"
+    assert run([sys.executable, "-c", command], before, 5000).stdout == f"({after}, 5000)\n"
+
+
+def test_ranks_of_one_process_get_room_for_the_connections_of_all_however_much_is_enough():
+    done = run([sys.executable, "-c", f"from rankloom.world import open_files; open_files.ENOUGH = 30\n{WORLDS}"], 30, 5000)
+    assert done.stdout.startswith(f"[{', '.join(['14.0'] * 8)}] ("), done.stderr
+
+
+def test_ranks_of_one_process_that_may_not_have_all_their_connections_are_refused_and_none_connects():
+    """Each may have its own: gloo would end the process."""
+    done = run([sys.executable, "-c", WORLDS], 60, 60)
+    assert done.returncode == 1
+    assert "ConfigError: a group of 8 ranks in one process needs 80 open files beside the " in done.stderr
 
 
 def test_a_group_that_the_system_allows_no_connections_is_refused():

@@ -29,7 +29,8 @@ from rankloom.world.transport.process_group import build
 from rankloom.world.transport.router import DeviceRouter
 
 AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
-SPARE = 16   # open files besides a group's connections: for the store, for memory while it is being mapped, and for the program itself
+MEMORY = 2   # open files of a rank in shared memory, while it is being mapped; with gloo, or over TCP, a rank has one for each other
+SPARE = 16   # open files besides a group's connections: for the store, and for the program itself
 
 
 def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False, one_host: bool = True) -> str:
@@ -128,8 +129,8 @@ def as_mesh(ranks: int | Mesh) -> Mesh:
     return Mesh(replicate=ranks)
 
 
-Meeting = Callable[[tuple[str, int, int]], AbstractContextManager[Any]]
-"""Called with the name of a group, the number of its ranks, and this rank."""
+Meeting = Callable[[tuple[str, int, int, int]], AbstractContextManager[Any]]
+"""Called with the name of a group, the number of its ranks, this rank, and the number of files that it will open."""
 
 
 class World(Group):
@@ -197,10 +198,11 @@ class World(Group):
         if len(ranks) == 1:
             return None, None
         n, meeting = len(ranks), f"{purpose}/{name_of(ranks)}"
-        make_room(n + SPARE, f"a group of {n} ranks", wished=n * n + SPARE)   # ranks may be threads of one process: each then needs n
+        files = MEMORY if self.backend == SHARED and self.one_host else n
+        make_room(files + SPARE, f"a group of {n} ranks")
         store = dist.PrefixStore(meeting, self._store)
         gone: Callable[[], Sequence[int]] = tuple   # gloo cannot tell which ranks are gone
-        with self._meet((meeting, n, me)):
+        with self._meet((meeting, n, me, files)):
             if self.backend == SHARED:
                 shared = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)
                 pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared

@@ -12,20 +12,20 @@ from rankloom.base.errors import ConfigError
 ENOUGH = 10240   # macOS allows this many, too
 
 
-def make_room(files: int, what: str, *, wished: int = 0) -> None:
-    """Let this process open `files` more files than it has open, and of `wished` more as many as ENOUGH in all allows.
+def make_room(files: int, what: str) -> None:
+    """Let this process open `files` more files than it has open.
 
     what: what needs the files, for the message
     raises: ConfigError if the system does not allow so many
     """
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     now = len(os.listdir("/dev/fd"))
-    if _within(now + max(files, wished), allowed):
+    if _within(now + files, allowed):
         return
     if not _within(now + files, most):
         raise ConfigError(f"{what} needs {files} open files beside the {now} that this process has, and the system lets it have {most}: "
                           "raise the hard limit (ulimit -Hn, or nofile in limits.conf), or use fewer ranks")
-    asked = max(ENOUGH, now + files, allowed)   # never less than there is
+    asked = max(ENOUGH, now + files)
     resource.setrlimit(resource.RLIMIT_NOFILE, (asked if _within(asked, most) else most, most))
 
 

@@ -16,9 +16,10 @@ from rankloom.base.errors import RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
-from rankloom.world.connect import GLOO, World, as_mesh
+from rankloom.world.connect import GLOO, SPARE, World, as_mesh
 from rankloom.world.failure import describe, raisable
 from rankloom.world.launch import debug_mode
+from rankloom.world.open_files import make_room
 
 T = TypeVar("T")
 RESOLVING = threading.Lock()
@@ -51,23 +52,29 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
 class _Meetings:
     """Where ranks that make a group wait for each other before they connect: gloo cannot be set free when it waits for one that has failed.
 
-    news:       guards the others
-    over:       why no group can be made any more, or nothing
-    came:       by group: how many of its ranks have come
-    connecting: the ranks that are making a group, all of whose ranks have come
+    news:    guards the others
+    over:    why no group can be made any more, or nothing
+    came:    by group: how many of its ranks have come
+    opening: by group, once all its ranks have come: how many files those open that have not yet connected
     """
 
     def __init__(self, timeout: float):
         self.news, self.over, self.timeout = threading.Condition(), "", timeout
         self.came: Counter[str] = Counter()
-        self.connecting: set[int] = set()
+        self.opening: Counter[str] = Counter()
 
     @contextmanager
-    def meet(self, meeting: tuple[str, int, int]) -> Iterator[None]:
-        """Wait until all ranks of a group are here; inside, they connect. raises: RankLost when one fails, or they do not come in time"""
-        group, size, rank = meeting
+    def meet(self, meeting: tuple[str, int, int, int]) -> Iterator[None]:
+        """Wait until all ranks of a group are here; inside, they connect.
+
+        raises: RankLost when one fails, or they do not come in time; ConfigError, on the last, if they may not open so many files
+        """
+        group, size, rank, files = meeting
         deadline = time.monotonic() + self.timeout
         with self.news:
+            if self.came[group] + 1 == size:   # the others still wait: if there is no room, nobody connects
+                make_room(self.opening.total() + size * files + SPARE, f"a group of {size} ranks in one process")
+                self.opening[group] = size * files
             self.came[group] += 1
             self.news.notify_all()
             while self.came[group] < size:
@@ -75,12 +82,11 @@ class _Meetings:
                     self.came[group] -= 1
                     why = self.over or f"the others did not come within {self.timeout:g} s"
                     raise RankLost(f"rank {rank}: only {self.came[group] + 1} of {size} ranks came to make a group; {why}")
-            self.connecting.add(rank)
         try:
             yield
         finally:
             with self.news:
-                self.connecting.discard(rank)
+                self.opening[group] -= files
                 self.news.notify_all()
 
     def end(self, why: str) -> None:
@@ -88,7 +94,7 @@ class _Meetings:
         with self.news:
             self.over = self.over or why
             self.news.notify_all()
-            self.news.wait_for(lambda: not self.connecting, GRACE)
+            self.news.wait_for(lambda: not self.opening.total(), GRACE)
 
 
 class _Simulation:
