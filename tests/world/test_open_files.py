@@ -18,6 +18,19 @@ print(rl.simulate(rl.Mesh(replicate=2, shard=4), body, timeout=60), resource.get
 """
 
 
+PIECES = """
+import rankloom as rl
+import torch
+def body(world):
+    kept = [world.buffer((2,), torch.float64) for _ in range(25)]
+    kept += [world.common_buffer(2, torch.float64)[0] for _ in range(25)]
+    for x in kept:
+        x += 1
+    return sum(x.sum().item() for x in kept[:25])
+print(rl.simulate(2, body, backend="rankloom", timeout=30))
+"""
+
+
 def run(command: list[str], soft: int, hard: int, folder=None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=300,
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
@@ -63,6 +76,14 @@ def test_a_group_that_the_system_allows_no_connections_is_refused():
     assert done.returncode == 1
     assert "ConfigError: a group of 8 ranks needs 24 open files beside the " in done.stderr
     assert "the system lets it have 20: raise the hard limit" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
+def test_pieces_of_shared_memory_get_room_for_their_files_or_say_what_is_missing():
+    assert run([sys.executable, "-c", PIECES], 40, 5000).stdout == "[50.0, 50.0]\n"
+    refused = run([sys.executable, "-c", PIECES], 40, 60)
+    assert refused.returncode == 1
+    assert "ConfigError: a tensor in shared memory needs 4 open files beside the " in refused.stderr
 
 
 @pytest.mark.parametrize(("ranks", "said"), [(2, "a launcher of 2 ranks needs 24 open files"), (50, "a launcher of 50 ranks needs 216")])

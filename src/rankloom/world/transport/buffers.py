@@ -2,6 +2,7 @@
 
 A piece has a part for each rank, and a number from 1 to 63 that is free on all ranks. In each call every rank tells which pieces
 it still maps, so a piece that one rank has given back is not used any more. A piece that a call may be reading is given back later.
+Each piece is an open file of every rank as long as it is mapped.
 
 A common tensor is different: it exists once, and all ranks read and write it as their own. Collectives do not know of it.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import ShapeMismatch
+from rankloom.world.open_files import make_room
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import BARRIER
 from rankloom.world.transport.free_memory import available_memory
@@ -35,7 +37,8 @@ class Buffers:
         """A tensor of zeros for each rank, which all ranks of the group map; every rank must ask for the same.
 
         The memory is given back when the tensor is gone.
-        raises: MemoryError on all ranks when there is not enough memory, ShapeMismatch when they ask for different sizes
+        raises: MemoryError on all ranks when there is not enough memory, ShapeMismatch when they ask for different sizes; ConfigError
+                on a rank that may open no more files
         """
         numel = torch.Size(shape).numel()
         if not numel:
@@ -77,6 +80,7 @@ class Buffers:
 
     def _map(self, nbytes: int) -> Mapping:
         channel = self._channel
+        make_room(2 * channel.size, "a tensor in shared memory")   # two while it is being mapped; ranks may be threads of one process
         descriptor = create_memory(nbytes) if channel.rank == 0 else -1
         pid, number = channel.gather_json([os.getpid(), descriptor])[0]
         mine = descriptor if channel.rank == 0 else open_memory(pid, number, nbytes)
