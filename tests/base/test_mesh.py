@@ -39,6 +39,12 @@ def test_the_groups_along_axes_are_a_partition_of_the_ranks(mesh, axes):
             assert different <= set(axes)
 
 
+def test_peers_are_found_without_a_look_at_other_ranks(monkeypatch):
+    asked, coords = [], rl.Mesh.coords
+    monkeypatch.setattr(rl.Mesh, "coords", lambda self, rank: asked.append(rank) or coords(self, rank))
+    assert rl.Mesh(replicate=512, tensor=2).peers(7, "tensor") == (6, 7) and asked == [7]
+
+
 def test_peers_along_all_axes_are_all_ranks_and_along_none_only_oneself():
     mesh = rl.Mesh(pipe=2, replicate=3)
     assert mesh.peers(4, *AXES) == tuple(range(6))

@@ -57,9 +57,12 @@ class Mesh:
         for axis in axes:
             if axis not in sizes:
                 raise MeshError(f"no mesh axis {axis!r}. {did_you_mean(axis, sizes)}")
-        here = self.coords(rank)
-        fixed = [axis for axis in sizes if axis not in axes]
-        return tuple(r for r in range(self.size) if all(self.coords(r)[a] == here[a] for a in fixed))
+        here, step, offsets = self.coords(rank), 1, [0]   # step: between two ranks that are neighbours along an axis
+        for axis, n in reversed(sizes.items()):
+            if axis in axes:
+                offsets = [(place - here[axis]) * step + offset for place in range(n) for offset in offsets]
+            step *= n
+        return tuple(rank + offset for offset in offsets)
 
     def expect_ranks(self, ranks: int) -> None:
         """Raise unless the grid needs exactly `ranks` ranks; the message shows the arithmetic."""
