@@ -155,7 +155,7 @@ class HostsLink(Exchanges):
         """
         told, letters = self._wire.ask_around(), {FINE: "?", LEFT: "L", LOST: "X"}
         states = ["S" if rank in told else letters[self._wire.why_gone(rank)] for rank in range(self._size)]
-        for rank, state in zip(self._levels.node, self._inside.link.status()[3]):
+        for rank, state in zip(self._levels.my.node, self._inside.link.status()[3]):
             states[rank] = state if states[rank] == "?" else states[rank]
         why, blamed = self._wire.verdict
         return why, blamed, [told[rank][0] if rank in told else 0 for rank in range(self._size)], states

@@ -8,13 +8,12 @@ one window is between the hosts, the next is inside.
 
 The order of additions depends neither on sizes nor on timing, and all ranks end with the same bits. 16-bit floats are
 added in fp32, and rounded once, at the end. Data that is not reduced travels between two hosts once, directly to its destination.
-hosts.py uses this file; wire.py carries what goes between hosts.
+hosts.py uses this file; standing.py says who carries what; wire.py carries what goes between hosts.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from rankloom.world.transport.codes import (
 )
 from rankloom.world.transport.lines import Message
 from rankloom.world.transport.operands import BYTES, lengths_table
+from rankloom.world.transport.standing import Standing
 from rankloom.world.transport.wire import PART, Wire
 
 WINDOW = 2 << 20   # bytes of one share
@@ -66,13 +66,8 @@ class Levels:
     """
 
     def __init__(self, nodes: Sequence[Sequence[int]], rank: int, wire: Wire, link: Any):
-        self.nodes, self.rank, self._wire, self._link = nodes, rank, wire, link
+        self.my, self._wire, self._link = Standing(nodes, rank), wire, link
         self._scratch = Scratch()
-        self.here = next(at for at, node in enumerate(nodes) if rank in node)
-        self.node = nodes[self.here]
-        self.place = self.node.index(rank)
-        self.is_even = len({len(node) for node in nodes}) == 1
-        self.team = [node[self.place if self.is_even else 0] for node in nodes] if self.is_even or self.place == 0 else []
         self._deadline = 0.0
         self._under_way: list[Message] = []
 
@@ -95,20 +90,20 @@ class Levels:
         """Compare this call with those of the other ranks of this host; the first rank tells the other hosts. Returns a row for each."""
         self._check(self._wire.begin_call(call.said))
         mine = np.array([*call.said, *call.lengths(self._wire.size)])
-        rows = np.empty((len(self.node), mine.size), np.int64)
+        rows = np.empty((len(self.my.node), mine.size), np.int64)
         # Rows have other lengths only if kinds differ.
         self._inside(ALL_GATHER, [mine.view(np.uint8)], list(rows.view(np.uint8)), wrong_length=MISMATCHED)
-        if differs := [other for other, row in zip(self.node, rows) if tuple(row[:len(call.said)]) != call.said]:
+        if differs := [other for other, row in zip(self.my.node, rows) if tuple(row[:len(call.said)]) != call.said]:
             self._check(self._wire.break_group(differs[0], MISMATCHED))
-        if self.place == 0:
-            self._wire.tell_of_call(self._firsts(), rows.ravel().tolist())
+        if self.my.place == 0:
+            self._wire.tell_of_call(self.my.firsts, rows.ravel().tolist())
         return rows
 
     def _end(self, call: Call, begun: np.ndarray) -> None:
         """Check that all hosts have made the same call, and that each rank had what the others expected; if not, raise Broken on all."""
         self._settle()
-        if self.place == 0:
-            why, told = self._wire.hear_of_call(self._firsts(), self._deadline)
+        if self.my.place == 0:
+            why, told = self._wire.hear_of_call(self.my.firsts, self._deadline)
             self._check(why)
             if call.kind in OWN_LENGTHS:
                 self._compare_lengths([begun, *told])
@@ -117,9 +112,9 @@ class Levels:
     def _compare_lengths(self, told: Sequence[Any]) -> None:
         """All first ranks of hosts check all lengths, so all find the same fault, or none."""
         p = self._wire.size
-        others = [node for node in self.nodes if node is not self.node]
+        others = [node for node in self.my.nodes if node is not self.my.node]
         lengths = np.empty((p, 2, p), np.int64)
-        for node, rows in zip([self.node, *others], told):
+        for node, rows in zip([self.my.node, *others], told):
             lengths[list(node)] = np.reshape(rows, (len(node), -1))[:, -2 * p:].reshape(-1, 2, p)
         has, expects = lengths[:, 0].T, lengths[:, 1]   # [to, from]
         if (wrong := (expects >= 0) & (expects != has)).any():
@@ -130,68 +125,68 @@ class Levels:
     def all_reduce(self, call: Call) -> None:
         """All ranks get the sum."""
         x, out = call.inputs[0], call.outputs[0]
-        step = WINDOW * (len(self.node) if self.is_even else 1)
+        step = WINDOW * (len(self.my.node) if self.my.is_even else 1)
         _in_turns(self._all_reduce(call, x[at:at + step], out[at:at + step]) for at in range(0, max(x.size, 1), step))
 
     def _all_reduce(self, call: Call, x: np.ndarray, out: np.ndarray) -> Iterator[None]:
         """One window. Yields twice, while bytes travel between the hosts."""
         sums = self._sum_inside(call, self._shares(x, call.dtype.itemsize))
         shares = self._shares(out, call.dtype.itemsize)
-        if self.team:
-            yield from self._sum_of_team(call, sums, shares[self.place], is_small=x.size <= SMALL)
+        if self.my.team:
+            yield from self._sum_of_team(call, sums, shares[self.my.place], is_small=x.size <= SMALL)
         else:
             yield from (None, None)
-        self._inside(ALL_GATHER, [shares[self.place]], shares)
+        self._inside(ALL_GATHER, [shares[self.my.place]], shares)
 
     def _sum_of_team(self, call: Call, sums: np.ndarray, out: np.ndarray, *, is_small: bool) -> Iterator[None]:
         """All ranks of the team get the sum of what they have. Yields twice."""
-        m = len(self.team)
+        m = len(self.my.team)
         whole = is_small or (m == 2 and sums.itemsize == call.dtype.itemsize)   # two ranks send as many bytes either way
         parts = [sums] * m if whole else cut_in_units(sums, m)
-        pieces, moving = self._receive_like(parts[self.here], self.team)
-        moving += [self._send(other, part) for other, part in zip(self.team, parts)]
+        pieces, moving = self._receive_like(parts[self.my.here], self.my.team)
+        moving += [self._send(other, part) for other, part in zip(self.my.team, parts)]
         yield
         if whole:   # nothing will travel back, so one more window may be in flight
             yield
         parts = [out] * m if whole else cut_in_units(out, m, call.dtype.itemsize)
-        self._total(call, pieces, moving, parts[self.here])
+        self._total(call, pieces, moving, parts[self.my.here])
         if not whole:
-            moving = [self._receive(other, part) for other, part in zip(self.team, parts)]
-            moving += [self._send(other, parts[self.here]) for other in self.team]
+            moving = [self._receive(other, part) for other, part in zip(self.my.team, parts)]
+            moving += [self._send(other, parts[self.my.here]) for other in self.my.team]
             yield
             self._settle(moving)
 
     def reduce(self, call: Call) -> None:
         """The root gets the sum."""
-        there = next(at for at, node in enumerate(self.nodes) if call.root in node)
+        there = next(at for at, node in enumerate(self.my.nodes) if call.root in node)
         sums = self._sum_inside(call, self._shares(call.inputs[0], call.dtype.itemsize))
-        if there != self.here:
-            if self.team:
-                self._send(self.team[there], sums)
+        if there != self.my.here:
+            if self.my.team:
+                self._send(self.my.team[there], sums)
             return
         mine = self._scratch.take(sums.size * call.dtype.itemsize)
-        if self.team:
-            self._total(call, *self._receive_like(sums, self.team), mine)
-        shares = self._shares(call.outputs[0], call.dtype.itemsize) if self.rank == call.root else []
-        self._inside(GATHER, [mine], shares, root=self.node.index(call.root))
+        if self.my.team:
+            self._total(call, *self._receive_like(sums, self.my.team), mine)
+        shares = self._shares(call.outputs[0], call.dtype.itemsize) if self.my.rank == call.root else []
+        self._inside(GATHER, [mine], shares, root=self.my.node.index(call.root))
 
     def reduce_scatter(self, call: Call) -> None:
         """Each rank gets the sum of its lane. On each host, one rank has added up that lane, and sends it."""
-        for ranks in self._rounds():
+        for ranks in self.my.rounds:
             sums = self._sum_inside(call, [EMPTY if to is None else call.inputs[to] for to in ranks])
-            if (to := ranks[self.place]) == self.rank:
-                lane = self._receive_like(sums, [self._deputy(self.rank, node) for node in self.nodes])
+            if (to := ranks[self.my.place]) == self.my.rank:
+                lane = self._receive_like(sums, self.my.deputies)
             elif to is not None:
                 self._send(to, sums)
         self._total(call, *lane, call.outputs[0])
 
     def _sum_inside(self, call: Call, lanes: Sequence[np.ndarray]) -> np.ndarray:
         """The sum over this host of the lane at this rank's place; as numbers, 16-bit floats as fp32."""
-        mine = lanes[self.place]
+        mine = lanes[self.my.place]
         if self._link is None:
             return self._widen(call, mine)
         if call.dtype in NARROW:
-            pieces = np.split(self._scratch.take(len(self.node) * mine.size), len(self.node))
+            pieces = np.split(self._scratch.take(len(self.my.node) * mine.size), len(self.my.node))
             self._inside(ALL_TO_ALL, lanes, pieces)
             return _join(call.op, [self._widen(call, piece) for piece in pieces])
         total = self._scratch.take(mine.size)
@@ -203,7 +198,7 @@ class Levels:
         self._settle(moving)
         home = None if call.dtype in NARROW else out.view(NUMPY[call.dtype])
         # Otherwise to one of the first two pieces, but not to this rank's own, which may be the input.
-        total = _join(call.op, pieces, home if len(pieces) == 2 else pieces[self.here == 0])
+        total = _join(call.op, pieces, home if len(pieces) == 2 else pieces[self.my.here == 0])
         if call.op == AVG and total.dtype.kind == "f":   # whole numbers are divided where torch has them
             np.divide(total, self._wire.size, out=total)
         if home is None:
@@ -224,112 +219,89 @@ class Levels:
     def broadcast(self, call: Call) -> None:
         """The root's host gets it first. Each share then travels in parts, one to each other host, which exchange their parts."""
         x = call.inputs[0] if call.inputs else call.outputs[0]
-        there = next(at for at, node in enumerate(self.nodes) if call.root in node)
-        if there == self.here:
-            self._inside(BROADCAST, [x], [x], root=self.node.index(call.root))
+        there = next(at for at, node in enumerate(self.my.nodes) if call.root in node)
+        if there == self.my.here:
+            self._inside(BROADCAST, [x], [x], root=self.my.node.index(call.root))
         shares = self._shares(x)
-        others = [at for at in range(len(self.nodes)) if at != there]
+        others = [at for at in range(len(self.my.nodes)) if at != there]
         whole = x.size <= SMALL
-        parts = [shares[self.place]] * len(others) if whole else cut_in_units(shares[self.place], len(others))
-        if self.team and there == self.here:
+        parts = [shares[self.my.place]] * len(others) if whole else cut_in_units(shares[self.my.place], len(others))
+        if self.my.team and there == self.my.here:
             for at, part in zip(others, parts):
-                self._send(self.team[at], part)
-        elif self.team:
-            mine = parts[others.index(self.here)]
-            coming = [self._receive(self.team[there], mine)]
-            trade = [] if whole else [(self.team[at], part) for at, part in zip(others, parts)]
+                self._send(self.my.team[at], part)
+        elif self.my.team:
+            mine = parts[others.index(self.my.here)]
+            coming = [self._receive(self.my.team[there], mine)]
+            trade = [] if whole else [(self.my.team[at], part) for at, part in zip(others, parts)]
             coming += [self._receive(other, part) for other, part in trade]
             self._settle(coming[:1])
             for other, _ in trade:
                 self._send(other, mine)
             self._settle(coming)
-        if there != self.here:
-            self._inside(ALL_GATHER, [shares[self.place]], shares)
+        if there != self.my.here:
+            self._inside(ALL_GATHER, [shares[self.my.place]], shares)
 
     def all_gather(self, call: Call) -> None:
         """Each lane travels to one rank of each other host, and from there to the other ranks of that host."""
         x, lanes = call.inputs[0], call.outputs
-        rounds = self._rounds()
-        for node in self.nodes:
-            if node is not self.node:
-                self._send(self._deputy(self.rank, node), x)
-        coming = [self._receive(frm, lanes[frm]) for ranks in rounds[1:] if (frm := ranks[self.place]) is not None]
-        for at, ranks in enumerate(rounds):
+        for deputy in self.my.deputies:
+            self._send(deputy, x)
+        coming = [self._receive(frm, lanes[frm]) for ranks in self.my.rounds[1:] if (frm := ranks[self.my.place]) is not None]
+        for at, ranks in enumerate(self.my.rounds):
             if at == 1:   # the first round is for lanes of this host only
                 self._settle(coming)
-            frm = ranks[self.place]
+            frm = ranks[self.my.place]
             mine = x if at == 0 else EMPTY if frm is None else lanes[frm]
             self._inside(ALL_GATHER, [mine], [EMPTY if frm is None else lanes[frm] for frm in ranks])
 
     def gather(self, call: Call) -> None:
         """Every lane goes directly to the root."""
-        if call.root not in self.node:
+        if call.root not in self.my.node:
             self._send(call.root, call.inputs[0])
             return
-        if self.rank == call.root:
-            for frm in self._elsewhere():
+        if self.my.rank == call.root:
+            for frm in self.my.elsewhere:
                 self._receive(frm, call.outputs[frm])
-        lanes = [call.outputs[frm] for frm in self.node] if self.rank == call.root else []
-        self._inside(GATHER, call.inputs, lanes, root=self.node.index(call.root))
+        lanes = [call.outputs[frm] for frm in self.my.node] if self.my.rank == call.root else []
+        self._inside(GATHER, call.inputs, lanes, root=self.my.node.index(call.root))
 
     def scatter(self, call: Call) -> None:
         """Every lane comes directly from the root."""
-        if call.root not in self.node:
+        if call.root not in self.my.node:
             self._receive(call.root, call.outputs[0])
             return
-        if self.rank == call.root:
-            for to in self._elsewhere():
+        if self.my.rank == call.root:
+            for to in self.my.elsewhere:
                 self._send(to, call.inputs[to])
-        lanes = [call.inputs[to] for to in self.node] if self.rank == call.root else []
-        self._inside(SCATTER, lanes, call.outputs, root=self.node.index(call.root))
+        lanes = [call.inputs[to] for to in self.my.node] if self.my.rank == call.root else []
+        self._inside(SCATTER, lanes, call.outputs, root=self.my.node.index(call.root))
 
     def all_to_all(self, call: Call) -> None:
         """Every lane goes directly to its rank."""
-        for other in self._elsewhere():
+        for other in self.my.elsewhere:
             self._receive(other, call.outputs[other])
             self._send(other, call.inputs[other])
-        self._inside(ALL_TO_ALL, [call.inputs[to] for to in self.node], [call.outputs[frm] for frm in self.node])
+        self._inside(ALL_TO_ALL, [call.inputs[to] for to in self.my.node], [call.outputs[frm] for frm in self.my.node])
 
     def barrier(self, call: Call) -> None:
         """Nothing to do: `perform` makes sure that a call has begun on all ranks before it ends on any."""
 
-    # ------------------------------------------------------------------ who carries what
+    # ------------------------------------------------------------------ between hosts, and inside
 
     def _shares(self, x: np.ndarray, unit: int = 1) -> list[np.ndarray]:
         """The shares of `x` that the teams carry between the hosts, by place."""
-        return cut_in_units(x, len(self.node), unit) if self.is_even else [x] + [EMPTY] * (len(self.node) - 1)
-
-    def _deputy(self, rank: int, node: Sequence[int]) -> int:
-        """The rank of `node` that carries the lane of `rank`."""
-        home = next(home for home in self.nodes if rank in home)
-        return node[home.index(rank) % len(node)]
-
-    def _rounds(self) -> list[tuple[int | None, ...]]:
-        """Whose lanes the ranks of this host carry, a row for each round; in the first, each carries its own."""
-        order = [self.node, *(node for node in self.nodes if node is not self.node)]
-        carried = [[other for node in order for other in node if self._deputy(other, self.node) == me] for me in self.node]
-        return list(zip_longest(*carried))
-
-    def _firsts(self) -> list[int]:
-        """The first ranks of the other hosts."""
-        return [node[0] for node in self.nodes if node is not self.node]
-
-    def _elsewhere(self) -> list[int]:
-        """The ranks on other hosts."""
-        return [other for node in self.nodes if node is not self.node for other in node]
-
-    # ------------------------------------------------------------------ between hosts, and inside
+        return cut_in_units(x, len(self.my.node), unit) if self.my.is_even else [x] + [EMPTY] * (len(self.my.node) - 1)
 
     def _send(self, to: int, x: np.ndarray) -> Message | None:
         """Start to send, as part of this call. None if `to` is this rank."""
-        return self._note(self._wire.send(PART, to, self._wire.last_call[0], x.view(np.uint8).data)) if to != self.rank else None
+        return self._note(self._wire.send(PART, to, self._wire.last_call[0], x.view(np.uint8).data)) if to != self.my.rank else None
 
     def _receive(self, frm: int, into: np.ndarray) -> Message | None:
-        return self._note(self._wire.receive(PART, frm, self._wire.last_call[0], into.view(np.uint8).data)) if frm != self.rank else None
+        return self._note(self._wire.receive(PART, frm, self._wire.last_call[0], into.view(np.uint8).data)) if frm != self.my.rank else None
 
     def _receive_like(self, mine: np.ndarray, ranks: Sequence[int]) -> tuple[list[np.ndarray], list[Message | None]]:
         """Start to receive an array like `mine` from each of `ranks`. Returns the arrays, with `mine` in its place, and the messages."""
-        pieces = [mine if frm == self.rank else self._scratch.take(mine.nbytes).view(mine.dtype) for frm in ranks]
+        pieces = [mine if frm == self.my.rank else self._scratch.take(mine.nbytes).view(mine.dtype) for frm in ranks]
         return pieces, [self._receive(frm, piece) for frm, piece in zip(ranks, pieces)]
 
     def _note(self, m: Message) -> Message:
@@ -355,8 +327,8 @@ class Levels:
         if kind in (BROADCAST, BARRIER):
             where: tuple[int, int, int | bytes] = address_of(inputs[0]), address_of(outputs[0]), inputs[0].nbytes
         else:
-            source, *given = as_lanes(inputs, len(self.node))
-            target, *taken = as_lanes(outputs, len(self.node))
+            source, *given = as_lanes(inputs, len(self.my.node))
+            target, *taken = as_lanes(outputs, len(self.my.node))
             where = source, target, lengths_table(*given, *taken)
         if why := self._link.run(kind, number, op, root, *where, max(self._deadline - time.monotonic(), 1e-3)):
             raise Broken(self._why_inside(wrong_length if why == WRONG_LENGTH else why))
@@ -366,7 +338,7 @@ class Levels:
         blamed = self._link.status()[1]
         if why == ABORTED:   # most likely by a rank of this host that has heard it from another host
             self._wire.await_verdict(GRACE)
-        return self._wire.break_group(self.node[blamed] if 0 <= blamed < len(self.node) else self.rank, why)
+        return self._wire.break_group(self.my.node[blamed] if 0 <= blamed < len(self.my.node) else self.my.rank, why)
 
 
 MAKE: dict[int, Callable[[Levels, Call], None]] = {

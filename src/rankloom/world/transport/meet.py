@@ -55,7 +55,10 @@ class Neighbours:
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each host; hosts in the order of their first ranks."""
-        return tuple(dict.fromkeys(self.on_host_of(rank) for rank in range(len(self.hosts))))
+        nodes: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            nodes.setdefault(host, []).append(rank)
+        return tuple(map(tuple, nodes.values()))
 
 
 def name_of(ranks: Sequence[int]) -> str:
