@@ -16,7 +16,7 @@ from rankloom.base.errors import RankLost
 from rankloom.world import connect
 from rankloom.world.connect import World
 from rankloom.world.transport import process_group
-from rankloom.world.transport.meet import name_of, start_afresh
+from rankloom.world.transport.meet import name_of, start_afresh, unset_keys
 from rankloom.world.transport.process_group import SharedMemoryGroup
 
 P = 3
@@ -43,6 +43,15 @@ def test_ranks_that_start_again_meet_each_other_and_not_those_of_before(late):
 def test_those_that_do_not_start_are_named(rank, missing):
     with pytest.raises(RankLost, match=rf"rank {rank}: rank\(s\) {missing} did not join the group within 0.2 s"):
         start_afresh(dist.HashStore(), rank, P, 0.2)
+
+
+@pytest.mark.parametrize(("missing", "questions"), [([], 1), ([700], 1 + 2 * 10), ([0, 1023], 1 + 2 * 19)])
+def test_who_is_missing_among_many_is_found_with_few_questions(missing, questions):
+    """A store that a thousand ranks ask at once has no time to be asked for each of a thousand."""
+    asked = []
+    store = SimpleNamespace(check=lambda keys: asked.append(keys) or not {f"came/{rank}" for rank in missing} & {*keys})
+    assert unset_keys(store, [f"came/{rank}" for rank in range(1024)]) == [f"came/{rank}" for rank in missing]
+    assert len(asked) == questions
 
 
 def test_ranks_that_count_each_other_differently_are_told_so():

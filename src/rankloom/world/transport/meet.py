@@ -113,10 +113,11 @@ def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dis
 def _lead(store: dist.Store, size: int, timeout: float) -> dist.Store:
     name, deadline = secrets.token_hex(8), time.monotonic() + timeout
     part, answered, missing = dist.PrefixStore(name, store), set[str](), list(range(1, size))
-    while missing := [rank for rank in missing if not _has_come(part, rank, size)]:
+    while missing := _still_missing(part, missing, size):
         if time.monotonic() > deadline:
             raise _absent(0, missing, timeout)
-        for word in {word for rank in missing if (word := read_key(store, f"word/{rank}"))} - answered:
+        words = [f"word/{rank}" for rank in missing]
+        for word in {word for key in {*words} - {*unset_keys(store, words)} if (word := read_key(store, key))} - answered:
             store.set(f"part/{word}", name)
             answered.add(word)
         time.sleep(NAP)
@@ -124,13 +125,16 @@ def _lead(store: dist.Store, size: int, timeout: float) -> dist.Store:
     return part
 
 
-def _has_come(part: dist.Store, rank: int, size: int) -> bool:
-    """raises: ConfigError if that rank counts other ranks than `size`"""
-    counts = read_key(part, f"came/{rank}")
-    if counts not in (None, str(size)):
-        raise ConfigError(f"rank {rank} was started as one of {counts} ranks, rank 0 as one of {size}: give all the same WORLD_SIZE "
-                          "(torchrun: the same --nnodes and --nproc-per-node)")
-    return counts is not None
+def _still_missing(part: dist.Store, missing: Sequence[int], size: int) -> list[int]:
+    """Those that have not come yet. raises: ConfigError if one that has come counts other ranks than `size`"""
+    keys = {f"came/{rank}": rank for rank in missing}
+    unset = unset_keys(part, [*keys])
+    for key in {*keys} - {*unset}:
+        counts = read_key(part, key)
+        if counts not in (None, str(size)):
+            raise ConfigError(f"rank {keys[key]} was started as one of {counts} ranks, rank 0 as one of {size}: give all the same "
+                              "WORLD_SIZE (torchrun: the same --nnodes and --nproc-per-node)")
+    return [keys[key] for key in unset]
 
 
 def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float, *, until: str | None = None) -> None:
@@ -162,7 +166,7 @@ def _ask(question: Callable[[], T], rank: int, timeout: float) -> T:
 def _silent(store: dist.Store, keys: dict[str, int]) -> list[int]:
     """The ranks whose keys are not set; none if the store does not answer."""
     try:
-        return sorted(ask(lambda: {rank for key, rank in keys.items() if read_key(store, key) is None}, 0))
+        return sorted({keys[key] for key in ask(lambda: unset_keys(store, [*keys]), 0)})
     except TimeoutError:
         return []
 
@@ -178,6 +182,17 @@ def read_key(store: dist.Store, key: str) -> str | None:
         return store.get(key).decode() if store.check([key]) else None
     except RuntimeError:   # the store has ended, with its host
         return None
+
+
+def unset_keys(store: dist.Store, keys: Sequence[str]) -> list[str]:
+    """Those of the keys that are not set, in order; all if the store has ended. Asks about halves: few questions if few are missing."""
+    try:
+        if not keys or store.check([*keys]):
+            return []
+    except RuntimeError:   # the store has ended, with its host
+        return [*keys]
+    half = len(keys) // 2
+    return unset_keys(store, keys[:half]) + unset_keys(store, keys[half:]) if half else [*keys]
 
 
 def expect_memory(nbytes: int) -> None:
