@@ -41,8 +41,9 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     device:   "cpu" or "cuda"; by default CUDA if there is a GPU
     topology: a cluster file (base/topology.py); by default the launcher says which ranks share a node
     backend:  for CPU tensors: "gloo", "rankloom" (shared memory, and TCP between hosts), or "auto":
-              shared memory if all ranks share a host
+              shared memory if all ranks share a host. It has room for 256 ranks of a host
     A world of CPU ranks that is open and idle when the program ends is closed then, before functions registered earlier with `atexit`.
+    A call of several ranks keeps one file open until the program ends, the connection to the store, also after its world was closed.
     raises:   MeshError if the mesh needs another number of ranks; RankLost if the others do not come; ConfigError, on all ranks,
               if one runs another program or got other arguments
     """

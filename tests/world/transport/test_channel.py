@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
-from rankloom.world.transport.channel import Channel
+from rankloom.base.errors import ConfigError
+from rankloom.world.transport.channel import KERNELS, ROOM, Channel
 from rankloom.world.transport.codes import ANYONE, TIMED_OUT
 
 
@@ -16,6 +18,18 @@ def told(rank: int, *, blamed: int = -1, arrived: list[int] | None = None, state
     channel.link = SimpleNamespace(status=lambda: status)
     text = str(channel.explain(TIMED_OUT, "call", peers=peers)).partition("timeout of 1 s: ")[2]
     return text.replace("slow, or it skipped this call", "slow")
+
+
+def test_a_host_with_more_ranks_than_shared_memory_has_room_for_is_told_what_carries_them():
+    with pytest.raises(ConfigError, match='rank 7: 257 ranks share a host, expected 256 at most in shared memory: use the backend "gloo"'):
+        Channel(dist.HashStore(), 7, 257, timeout=1.0)
+
+
+@pytest.mark.skipif("C" not in KERNELS, reason="no compiler when this was installed")
+def test_the_kernel_has_room_for_as_many_ranks_as_are_let_in():
+    assert KERNELS["C"].segment_size(ROOM)
+    with pytest.raises(ValueError, match="the number of ranks on one host is 257"):
+        KERNELS["C"].segment_size(ROOM + 1)
 
 
 @pytest.mark.parametrize(("rank", "status", "text"), [

@@ -43,6 +43,7 @@ KERNELS["Python"] = fallback
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "X": "its process has ended", "?": "it does not answer"}
 GONE = {"X": STATES["X"], "L": "it has left the group"}
 
+ROOM = 256                # ranks of a host: MAX_RANKS in _shared.c
 SPIN_US = 100             # microseconds to spin before sleeping, if every rank has a core of its own
 YIELDS = 100              # how often a rank yields its core before sleeping, if ranks share cores
 WINDOW = 256 << 10        # bytes staged at a time: half of the second-level cache
@@ -52,7 +53,8 @@ SHARED_WINDOW = 512 << 10   # if ranks share cores, a meeting costs a context sw
 class Channel:
     """This rank's end of a group whose ranks share a host.
 
-    ranks: the numbers of the group's ranks in the world, for error messages
+    ranks:  the numbers of the group's ranks in the world, for error messages
+    raises: ConfigError if there are too many
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float, ranks: Sequence[int] | None = None,
@@ -60,6 +62,9 @@ class Channel:
         self.rank, self.size, self.timeout, self.name = rank, size, timeout, name
         self.ranks = tuple(ranks or range(size))
         self.closed = False
+        if size > ROOM:
+            raise ConfigError(f"rank {self.ranks[rank]}: {size} ranks share a host, expected {ROOM} at most in shared memory: use the "
+                              'backend "gloo", or start fewer ranks on each host')
         self._memory, kernel, cores = map_together(store, rank, size, KERNELS, timeout)
         crowded = size > cores
         self.link = KERNELS[kernel].Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
