@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import sys
 import time
 from collections import OrderedDict
 
@@ -769,3 +770,33 @@ def test_gradients_reduced_in_bf16_are_near_those_reduced_in_fp32(stage):
     for name in exact:   # each part is rounded, and so is their sum: bf16 is right to 2**-8
         bound = 2 * 2.0**-8 * sum(part[name].abs() for part in parts) / ROWS.numel() + 1e-6
         assert ((exact[name] - coarse[name]).abs() <= bound).all(), name
+
+
+def lines_of_a_step(units: int) -> int:
+    """How many lines of this library a rank runs in a step, those of hooks in backward included."""
+    def body(world):
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(units)))
+        engine = rl.prepare(model, loss=squares, optimizer=sgd, world=world, stage=3, units=nn.Linear)
+        for _ in range(2):   # the first learns the order, the second prefetches by it
+            engine.step(torch.ones(1, 1))
+        ran = 0
+
+        def count(frame, event, arg):
+            nonlocal ran
+            ran += 1
+            return count if "rankloom" in frame.f_code.co_filename else None
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            engine.step(torch.ones(1, 1))
+        finally:
+            sys.settrace(before)
+        return ran
+
+    return rl.simulate(1, body)[0]
+
+
+def test_the_work_of_a_step_grows_with_the_units_and_not_with_their_square():
+    few, some, many = map(lines_of_a_step, (20, 40, 80))
+    assert many - some < 2.1 * (some - few), "as 2 to 1, and 0.1 for searches by halves; squares are as 4 to 1"

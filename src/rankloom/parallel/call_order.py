@@ -4,37 +4,40 @@ A gather is a collective, and messages carry no names. If one rank gathers block
 compute with a mixture. So each rank hashes the order of its gathers and reductions, and ranks compare the hashes at the end of a step.
 """
 
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
 import torch
 
 from rankloom.base.errors import UnitError
-from rankloom.parallel.sections import CALL_ALIKE, Section
+from rankloom.parallel.sections import CALL_ALIKE, Section, is_over
 
 
 @dataclass
 class Calls:
-    """The calls of one rank.
+    """The calls of one rank. No call looks at all sections, or a step would take a time that grows with their square.
 
     order:      of this pass             last: of the pass before
+    places:     where in `order` each section is
+    ahead:      sections that are gathered for a call that has not come yet
+    unfinished: sections of this pass, by their first call, that backward has still to settle or to release
     order_hash: a hash of the gathers and reductions since the last step ended
     backward:   autograd's number of the running backward
     """
 
     order: list[Section] = field(default_factory=list)
     last: list[Section] = field(default_factory=list)
+    places: dict[Section, list[int]] = field(default_factory=dict)
+    ahead: dict[Section, None] = field(default_factory=dict)
+    unfinished: list[Section] = field(default_factory=list)
     order_hash: int = 0
     backward: int = -1
 
     def begin_pass(self) -> None:
         """A new pass begins."""
-        self.last, self.order = self.order or self.last, []
-
-    def begin_backward(self) -> bool:
-        """A backward begins. Returns whether autograd runs it."""
-        self.backward = torch._C._current_graph_task_id()
-        return self.backward != -1
+        self.last, self.order, self.places = self.order or self.last, [], {}
 
     @property
     def inside_backward(self) -> bool:
@@ -47,6 +50,7 @@ class Calls:
     def note(self, section: Section) -> None:
         """The section is called now."""
         section.first_call = len(self.order) if section.first_call is None else section.first_call
+        self.places.setdefault(section, []).append(len(self.order))
         self.order.append(section)
 
     def following(self, ahead: int) -> list[Section]:
@@ -55,14 +59,48 @@ class Calls:
 
     def before(self, section: Section, ahead: int) -> list[Section]:
         """The sections that backward reaches next. Of several calls of one section, it goes from the last to the first."""
-        places = [at for at, called in enumerate(self.order) if called is section] or [0]
+        places = self.places.get(section, [0])
         at = places[min(section.calls, len(places) - 1)]
         return self.order[max(0, at - ahead) : at]
+
+    def begin_backward(self, sections: Iterable[Section]) -> bool:
+        """A backward begins: every section that was called is unfinished. Returns whether autograd runs it."""
+        self.unfinished = sorted((section for section in sections if section.first_call is not None), key=_first_call)
+        self.backward = torch._C._current_graph_task_id()
+        return self.backward != -1
+
+    def over(self, section: Section) -> list[Section]:
+        """The unfinished sections whose backward is over when that of this one begins."""
+        return [other for other in self.unfinished[self._after(section):] if not other.calls and is_over(other, section)]
+
+    def finish(self, section: Section, released: Iterable[Section]) -> None:
+        """Those that were `over` are released. With the settled ones nothing is left to do, unless one is gathered again."""
+        after, done = self._after(section), {other for other in released if other.settled}
+        self.unfinished[after:] = [other for other in self.unfinished[after:] if other not in done]
+
+    def _after(self, section: Section) -> int:
+        """Where those begin, in `unfinished`, that were called after this one."""
+        return bisect_right(self.unfinished, _first_call(section), key=_first_call)
 
     def note_gather(self, section: Section) -> None:
         """The section is about to be gathered, unless it is."""
         if section.is_away:
             self.order_hash = crc32(section.name.encode(), self.order_hash)
+            if section.settled:   # in this backward it has to be released once more
+                insort(self.unfinished, section, key=_first_call)
+
+    def note_gather_ahead(self, section: Section) -> None:
+        """The same, for a call that is expected."""
+        self.note_gather(section)
+        if section.is_away:
+            self.ahead[section] = None
+
+    def in_vain(self, following: Sequence[Section]) -> list[Section]:
+        """The sections that were gathered ahead and will not be called next, since the order of calls has changed. Forgets them."""
+        found = [section for section in self.ahead if section not in following]
+        for section in found:
+            del self.ahead[section]
+        return found
 
     def note_reduction(self, section: Section) -> None:
         """Its reduction has started."""
@@ -73,8 +111,12 @@ class Calls:
         self.order_hash = 0
         if not alike:
             names = [section.name or "root" for section in self.order]
-            self.order, self.last = [], []   # do not gather ahead by them
+            self.order, self.last, self.places = [], [], {}   # do not gather ahead by them
             shown = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
             raise UnitError(
                 f"rank {rank}: not all ranks have called the same blocks in the same order; here, in the last pass, {shown}. A block that "
                 f"is called is gathered from all ranks, so what was computed is wrong. {CALL_ALIKE}")
+
+
+def _first_call(section: Section) -> int:
+    return -1 if section.first_call is None else section.first_call

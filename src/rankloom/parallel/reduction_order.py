@@ -15,8 +15,8 @@ class Queue:
     """Starts the reductions of settled sections; each waits until all before it are settled."""
 
     def __init__(self, sections: Sequence[Section], group: Group, replicas: Group):
-        self.sections, self.groups = list(sections), (group, replicas)
-        self.order = list(reversed(self.sections))
+        self.numbers, self.groups = {section: number for number, section in enumerate(sections)}, (group, replicas)
+        self.order = list(reversed(sections))
         self._settled: list[Section] = []   # in this backward
         self._started = 0                   # of `order`, in this backward
         self._learned = False
@@ -45,8 +45,9 @@ class Queue:
         """At the end of the first backward: take rank 0's order for all that follow. A collective, once."""
         if self._learned:
             return
-        order = torch.tensor([self.sections.index(section) for section in self._settled])
+        order = torch.tensor([self.numbers[section] for section in self._settled])
         for group in self.groups:
             order = group.broadcast(order, label="order of sections")
-        self.order = [self.sections[index] for index in order.tolist()]
+        sections = list(self.numbers)
+        self.order = [sections[number] for number in order.tolist()]
         self._learned = True

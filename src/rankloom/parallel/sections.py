@@ -49,7 +49,6 @@ class Section:
         self.first_call: int | None = None   # when its forward first began, counted over the pass
         self.calls = 0                       # forwards whose backward is still to come
         self.depth = 0                       # forwards that are running: a module may call itself
-        self.is_ahead = False                # gathered for a call that has not come yet
         self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
         self.settled = False
         self.reduced_each_time = True        # in every backward, or only in the last of a step
@@ -64,12 +63,6 @@ class Section:
         for unit in self.units:
             if unit.state is State.SHARDED:
                 unit.start_gather()
-
-    def gather_ahead(self) -> None:
-        """Start to gather for a call that is expected."""
-        if self.is_away:
-            self.is_ahead = True
-            self.start_gather()
 
     def make_ready(self) -> None:
         """Gather: afterwards every parameter of the section may be used."""
@@ -146,7 +139,7 @@ class Section:
 
     def forget_pass(self) -> None:
         """A new pass begins."""
-        self.first_call, self.calls = None, 0
+        self.first_call, self.calls, self.settled = None, 0, False
 
     def awaits_more(self) -> bool:
         """Whether the running backward has still to make gradients of its parameters; other modules may read these, too."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from rankloom.parallel.agree import max_of_flags_and_sum
 from rankloom.parallel.call_order import Calls
 from rankloom.parallel.follow import Guide
 from rankloom.parallel.reduction_order import Queue
-from rankloom.parallel.sections import Section, inside_of_transform, is_over, make_gradients
+from rankloom.parallel.sections import Section, inside_of_transform, make_gradients
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.shard.frames import Frames
 from rankloom.shard.gradient import Gradient
@@ -190,7 +190,7 @@ class Sharding:
             if all(unit.stays for unit in section.units):
                 section.start_gather()
 
-    @property
+    @cached_property
     def reshards(self) -> bool:
         """Whether parameters are released between forward and backward."""
         return self.gathering.reshards and any(not unit.stays for unit in self.units)
@@ -258,7 +258,7 @@ class Sharding:
         section.module.register_forward_hook(partial(after, section))
         for number, gradient in enumerate(section.gradients):
             for name, param in gradient.unit.params.items():
-                hook_gradient(param, self._landed, self.sections.index(section), number, name)
+                hook_gradient(param, self._landed, self._queue.numbers[section], number, name)
         section.watch_parts()
 
     def _before_forward(self, section: Section, module: nn.Module, args: Any) -> None:
@@ -272,24 +272,22 @@ class Sharding:
         if self._moment is Moment.BACKWARD:
             self._settle_before(section)
         self._gather(section)
-        section.is_ahead = False
+        self._calls.ahead.pop(section, None)
         if self._moment is Moment.BACKWARD:   # activation checkpointing recomputes it
             return
         section.depth += 1
         self._calls.note(section)
         following = [] if self.guide.leads else self._calls.following(self.gathering.ahead)
-        for other in self.sections:
-            if other.is_ahead and other not in following:   # prefetched in vain: the order of calls has changed
-                other.release()
-                other.is_ahead = False
+        for other in self._calls.in_vain(following):
+            other.release()
         for other in following:
-            self._calls.note_gather(other)
-            other.gather_ahead()
+            self._calls.note_gather_ahead(other)
+            other.start_gather()
 
     def _gather(self, section: Section) -> None:
         """Wait until the section is gathered. A gather is a collective, so announce it to ranks that follow this forward."""
         if section.is_away:
-            self.guide.tell_section(self.sections.index(section))
+            self.guide.tell_section(self._queue.numbers[section])
             self._calls.note_gather(section)
         section.make_ready()
 
@@ -322,9 +320,10 @@ class Sharding:
                             "are released; keep them: reshard_after_forward=False, or a stage below 3")
         self._enter_backward()
         section.calls = max(0, section.calls - 1)
-        for other in self._settle_before(section):
-            if self.gathering.reshards:
-                other.release()
+        over = self._settle_before(section)
+        for other in over if self.gathering.reshards else ():
+            other.release()
+        self._calls.finish(section, over)
         self._gather(section)
         for previous in self._calls.before(section, self.gathering.ahead):
             if not (previous.settled and previous.may_go_early) and not self.guide.leads:
@@ -337,7 +336,7 @@ class Sharding:
         Not when the last gradient lands: that depends on which parameters a rank has used, while all ranks come here alike, and gathers
         and reductions must have one order on all ranks.
         """
-        over = [other for other in self.sections if not (other.calls or self._calls.inside_backward) and is_over(other, section)]
+        over = [] if self._calls.inside_backward else sorted(self._calls.over(section), key=self._queue.numbers.__getitem__)
         for other in over:
             if not other.settled and not other.awaits_more():
                 self._settle(other)
@@ -357,7 +356,7 @@ class Sharding:
         """Called by every hook in a backward; the first call begins it."""
         if self._moment is Moment.BACKWARD:
             return
-        if self._calls.begin_backward():
+        if self._calls.begin_backward(self.sections):
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._moment = Moment.BACKWARD
         if self.at:

@@ -11,7 +11,7 @@ so that its activations can use the memory. Read shard/unit.py before this file.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import torch
 from torch import Tensor, nn
@@ -196,9 +196,9 @@ class Gradient:
         for window in filter(None, (self._kept, self._apart)):
             window.close()
 
-    def keep_used(self, used: Iterable[str]) -> None:
+    def keep_used(self, used: Set[str]) -> None:
         """Drop the gradients of parameters that no rank used: an optimizer skips these, as in one process."""
-        self.used, self._agreed = self.unit.owners.keys() & set(used), True
+        self.used, self._agreed = set(self.unit.owners.keys() & used), True
         for name in self.unit.owners.keys() - self.used:
             if not self._is_foreign(name):
                 self.unit.owners[name].grad = None
