@@ -14,7 +14,7 @@ from torch import nn
 import rankloom as rl
 from patience import AT_ONCE
 from rankloom.parallel.buffers import SAMPLE, BufferKeeper, Sampled
-from rankloom.parallel.equal_start import _first_shared, _runs, make_replicas_equal, named_state
+from rankloom.parallel.equal_start import PIECE_BYTES, _first_shared, _runs, make_replicas_equal, named_state
 
 
 def make(first: int = 2, second: int = 3, value: float = 0.5, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -45,6 +45,22 @@ def test_one_model_in_the_hands_of_two_ranks_is_an_error_that_says_so(take):
 
     assert len(set(rl.simulate(3, body))) == 1
     rl.simulate(1, lambda world: take(shared, world))   # nothing was changed
+
+
+@pytest.mark.filterwarnings("ignore:the models of ranks")
+def test_small_tensors_come_from_rank_0_in_one_message_whatever_their_dtypes_and_a_large_one_in_its_own():
+    def body(world):
+        model, labels, plain = nn.Module(), [], world.broadcast
+        for number, dtype in enumerate((torch.uint8, torch.float64, torch.bool, torch.complex64, torch.bfloat16) * 20):
+            model.register_buffer(f"small{number}", torch.full((3,), world.rank).to(dtype))   # 3 bytes: the next begins at no multiple
+        model.register_buffer("large", torch.full((PIECE_BYTES // 4,), float(world.rank)))
+        world.broadcast = lambda x, **more: labels.append(more["label"]) or plain(x, **more)
+        changed = make_replicas_equal(model, world)
+        assert changed == ([] if world.rank == 0 else [name for name, _ in named_state(model)])
+        assert all((tensor == 0).all() for _, tensor in named_state(model))
+        return labels
+
+    assert rl.simulate(3, body) == [["initial small0, small1, small2", "initial large"]] * 3
 
 
 @pytest.mark.filterwarnings("ignore:the models of ranks")

@@ -5,7 +5,7 @@ import hashlib
 import json
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -19,9 +19,10 @@ from rankloom.base.tensors import bytes_of, overwrite
 from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import address_of
 from rankloom.parallel.guards import is_sharded
-from rankloom.shard.flat import kept_strides
+from rankloom.shard.flat import cut_into_buckets, kept_strides
 from rankloom.world.group import Group
 
+PIECE_BYTES = 4 << 20   # thousands of small tensors would be as many messages; a larger one travels alone
 COLLECTING = threading.Lock()   # a second thread's `gc.collect` would return at once
 
 
@@ -64,7 +65,7 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
     """Check that all ranks hold the same tensors, and give every rank the values of rank 0. A collective.
 
     returns: names of the tensors whose values differed on this rank; rank 0 warns for all ranks
-    sent:    the model once, from rank 0
+    sent:    the model once, from rank 0, small tensors together
     raises:  ModelMismatch, on all ranks, when names, shapes, dtypes or frozen parameters differ; ConfigError for models whose replicas
              could not stay equal
     """
@@ -72,15 +73,12 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
     if group.size == 1:
         return []
     _lie_as_on_rank_0(model, group)
+    strided = {name: tensor for name, tensor in named_state(model) if tensor.layout is torch.strided}   # others are the same already
     changed = []
-    for name, tensor in named_state(model):
-        if tensor.layout is not torch.strided:
-            continue   # is the same already
-        mine = bytes_of(tensor)
-        theirs = group.broadcast(mine.clone(), label=f"initial {name}")
-        if not torch.equal(theirs, mine):
-            changed.append(name)
-            overwrite(tensor, theirs.view(tensor.dtype).view(tensor.shape))
+    for device in dict.fromkeys(tensor.device for tensor in strided.values()):
+        sizes = {name: tensor.nbytes for name, tensor in strided.items() if tensor.device == device}
+        for names in cut_into_buckets(sizes, PIECE_BYTES):
+            changed += _take_from_rank_0({name: strided[name] for name in names}, group)
     everyone = group.all_gather_object(changed, label="who differed")
     if group.rank == 0 and any(everyone):   # only rank 0's warnings reach the console
         ranks = [rank for rank, names in zip(group.ranks, everyone) if names]
@@ -89,6 +87,16 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
                       f"(first: {names[0]}); rank {root}'s values are used. Seed the model's initialisation the same on all ranks "
                       "to avoid this warning; threads of `rl.simulate` share torch's generator: make the model before, and copy it.",
                       stacklevel=3)
+    return changed
+
+
+def _take_from_rank_0(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
+    """Give these tensors, of one device, the values of rank 0, in one message. Returns the names of those that had others."""
+    piece = group.broadcast(torch.cat([bytes_of(tensor) for tensor in tensors.values()]), label=f"initial {', '.join(list(tensors)[:3])}")
+    theirs = dict(zip(tensors, piece.split([tensor.nbytes for tensor in tensors.values()])))
+    changed = [name for name, tensor in tensors.items() if not torch.equal(theirs[name], bytes_of(tensor))]
+    for name in changed:   # cloned, since a tensor's bytes may begin anywhere in the piece, and numbers may not
+        overwrite(tensors[name], theirs[name].clone().view(tensors[name].dtype).view(tensors[name].shape))
     return changed
 
 

@@ -241,7 +241,8 @@ class GradientReducer:
         """Lay parameters and gradients out in buckets, in the order in which gradients arrived on rank 0."""
         names = list(self.owners)
         late = [name for name in reversed(names) if name not in self._arrivals]
-        order = torch.tensor([names.index(name) for name in (*self._arrivals, *late)] + [len(self._arrivals), self._arrivals.digest()])
+        numbers = {name: number for number, name in enumerate(names)}
+        order = torch.tensor([numbers[name] for name in (*self._arrivals, *late)] + [len(self._arrivals), self._arrivals.digest()])
         *indices, arrived, digest = self.group.broadcast(order, label="order of gradients").tolist()
         self._arrivals.expect_alike(digest, self.group)
         ordered = [names[index] for index in indices]
