@@ -1,7 +1,9 @@
 """Reading a run folder back."""
 
 import json
+import time
 from itertools import pairwise
+from statistics import fmean
 
 import pytest
 
@@ -82,3 +84,16 @@ def test_the_beginning_of_a_smoothed_curve_follows_losses_that_fall_fast():
 @pytest.mark.parametrize("values", [[], [2.0], [2.0, 1.0], [3.0, 2.0, 1.0]])
 def test_few_values_are_smoothed_too(values):
     assert smooth(values) == pytest.approx(values)
+
+
+def test_a_smoothed_curve_is_that_of_the_means_also_where_values_of_1e12_come_before_those_of_1e_3():
+    values = [1e12 / (i + 1) for i in range(400)] + [1e-3 + 1e-6 * (i % 7) for i in range(1600)]
+    spans = [min(50, -(-i // 4)) for i in range(1950)]
+    means = [fmean(values[i - span : i + span + 1]) for i, span in enumerate(spans)]
+    assert smooth(values)[:1950] == pytest.approx(means, rel=1e-14), "sums by pairs: 11 roundings, and no difference of large numbers"
+
+
+def test_the_curve_of_a_million_steps_takes_a_moment():
+    begin = time.process_time()
+    assert len(smooth([1.0 / (i + 1) for i in range(10**6)])) == 10**6
+    assert time.process_time() - begin < 20, "1 s; with a mean of each window by itself, an hour"

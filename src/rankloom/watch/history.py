@@ -6,6 +6,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rankloom.base.errors import DataError
 
 
@@ -69,14 +72,31 @@ def smooth(values: list[float], reach: int | None = None) -> list[float]:
     """
     reach = max(1, len(values) // 40) if reach is None else reach
     whole = max(0, len(values) - reach)   # the number of values with enough neighbours after them
-    spans = [min(reach, -(-i // 4)) for i in range(whole)]
+    spans = np.minimum(reach, -(-np.arange(whole) // 4))
     window = values[-2 * reach - 1 :]
-    end = [min(max(value, min(window)), max(window)) for value in _line(window)]
-    return [fmean(values[i - span : i + span + 1]) for i, span in enumerate(spans)] + end[len(end) - len(values) + whole :]
+    least, greatest = min(window, default=0.0), max(window, default=0.0)
+    end = [min(max(value, least), greatest) for value in _line(window)]
+    return _means(values, spans) + end[len(end) - len(values) + whole :]
+
+
+def _means(values: list[float], spans: NDArray[np.int64]) -> list[float]:
+    """The mean of values[i - spans[i] : i + spans[i] + 1] for each i. O(n log n).
+
+    Sums of 1, 2, 4, 8 ... neighbours are put together. Differences of running sums would lose small values that follow large ones.
+    """
+    start, length = np.arange(len(spans)) - spans, 2 * spans + 1
+    sums, total, width = np.array(values, dtype=np.float64), np.zeros(len(spans)), 1   # sums[i]: of values[i : i + width]
+    while width <= length.max(initial=0):
+        takes = (length & width) != 0
+        total[takes] += sums[start[takes]]
+        start[takes] += width
+        sums, width = sums[:-width] + sums[width:], 2 * width
+    return (total / length).tolist()   # type: ignore[no-any-return]
 
 
 def _line(values: list[float]) -> list[float]:
     """The least-squares straight line through the values, at their places."""
     places = [i - (len(values) - 1) / 2 for i in range(len(values))]
     slope = sum(x * y for x, y in zip(places, values)) / max(1e-9, sum(x * x for x in places))
-    return [fmean(values) + slope * x for x in places] if values else []
+    middle = fmean(values) if values else 0.0
+    return [middle + slope * x for x in places]
