@@ -10,6 +10,7 @@ import torch
 
 from patience import AT_ONCE, wait_until
 from rankloom.base.errors import BatchError, DataError
+from rankloom.data import order
 from rankloom.data.loader import Loader, TokenSamples, evaluation_batches
 from rankloom.data.order import samples_of_step
 
@@ -78,6 +79,14 @@ def test_the_ranks_rows_laid_together_are_the_global_batch_of_each_step(ranks):
         rows = torch.cat([batches[step][0] for batches in per_rank])
         wanted, _ = samples().batch(samples_of_step(step, 12, 50, 7).tolist())
         assert torch.equal(rows, wanted)
+
+
+def test_a_rank_finds_the_numbers_of_its_own_samples_only(monkeypatch):
+    found, plain = [], order.permute
+    monkeypatch.setattr(order, "permute", lambda index, *more: found.append(len(index)) or plain(index, *more))
+    with Loader(samples(), global_batch=12, rank=1, ranks=3, seed=7, steps=3) as loader:
+        assert len(list(loader)) == 3
+    assert found == [4, 4, 4]
 
 
 def test_resuming_on_another_number_of_ranks_gives_the_batches_that_would_have_come():

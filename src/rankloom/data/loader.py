@@ -145,7 +145,7 @@ class _Work:
 
     def make(self, step: int) -> Batch:
         """This rank's batch of one step."""
-        ids = samples_of_step(step, self.global_batch, len(self.samples), self.seed)[self.rows.start:self.rows.stop]
+        ids = samples_of_step(step, self.global_batch, len(self.samples), self.seed, rows=self.rows)
         try:
             tokens, targets = self.samples.batch(ids.tolist())
         except Exception as error:

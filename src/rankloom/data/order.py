@@ -68,11 +68,12 @@ def sample_at(position: Ids, n_samples: int, seed: int) -> Ids:
     return ids
 
 
-def samples_of_step(step: int, global_batch: int, n_samples: int, seed: int) -> Ids:
-    """The samples [global_batch] of a step, counted from 0, in the order of the global batch.
+def samples_of_step(step: int, global_batch: int, n_samples: int, seed: int, *, rows: range | None = None) -> Ids:
+    """The samples of a step, counted from 0, in the order of the global batch: all [global_batch], or those of its `rows`.
 
     A step may end one epoch and begin the next. A batch larger than the data repeats samples, as epochs do.
     """
     if step < 0 or global_batch < 1:
         raise BatchError(f"step {step} with a global batch of {global_batch}: steps start at 0, batches at 1 sample")
-    return sample_at(np.arange(global_batch, dtype=np.int64) + step * global_batch, n_samples, seed)
+    rows = range(global_batch) if rows is None else rows
+    return sample_at(np.arange(rows.start, rows.stop, dtype=np.int64) + step * global_batch, n_samples, seed)
