@@ -38,7 +38,7 @@ from rankloom.base.scoped import temporarily
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.comm.worker import start_beside, worker_beside
-from rankloom.parallel.agree import max_of_flags_and_sum
+from rankloom.parallel.agree import agree
 from rankloom.parallel.arrivals import Arrivals
 from rankloom.parallel.bucket import Bucket
 from rankloom.parallel.embedding_gradients import EmbeddingGradients
@@ -199,12 +199,13 @@ class GradientReducer:
     def _agree(self, totals: Tensor | None, mark: int) -> tuple[Tensor | None, bool]:
         """Sum the totals; set `.grad` of the parameters that any rank used; sum the gradients that go by rows.
 
-        One small message carries it all: the mark, a flag per parameter, the number of touched rows per embedding, the totals.
+        One small message carries it all: the mark, a flag per parameter, the number of touched rows per embedding, the totals. Thousands
+        of flags go in a second one (agree.py).
         """
         touched = self._by_rows.touched()
-        facts = [float(owner.grad is not None) for owner in self.owners.values()] + [float(len(rows)) for rows in touched.values()]
-        (most, least, *flags), numbers = max_of_flags_and_sum([mark, -mark, *facts], totals, self.group)
-        most_rows = dict(zip(touched, flags[len(self.owners):]))
+        flags = [owner.grad is not None for owner in self.owners.values()]
+        (most, least, *rows), flags, numbers = agree([mark, -mark, *(len(rows) for rows in touched.values())], flags, totals, self.group)
+        most_rows = dict(zip(touched, rows))
         for (name, owner), used in zip(self.owners.items(), flags):
             if not used:
                 owner.grad = None

@@ -30,7 +30,7 @@ from rankloom.base.errors import UnitError
 from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import run_together
 from rankloom.base.scoped import temporarily
-from rankloom.parallel.agree import max_of_flags_and_sum
+from rankloom.parallel.agree import agree
 from rankloom.parallel.call_order import Calls
 from rankloom.parallel.follow import Guide
 from rankloom.parallel.reduction_order import Queue
@@ -153,10 +153,10 @@ class Sharding:
         """
         names = [name for gradient in self.gradients() for name in gradient.unit.params]
         used = {name for gradient in self.gradients() for name in gradient.used}
-        flags = [float(name in used) for name in names]
-        order_hash = float(self._calls.order_hash)
-        (most, least, *facts), totals = max_of_flags_and_sum([order_hash, -order_hash, mark, -mark, *flags], totals, self.group)
-        (differ, high, low, *flags), totals = max_of_flags_and_sum([float(most != -least), *facts], totals, self.replicas)
+        flags = [name in used for name in names]
+        order_hash = self._calls.order_hash
+        (most, least, high, low), flags, totals = agree([order_hash, -order_hash, mark, -mark], flags, totals, self.group)
+        (differ, high, low), flags, totals = agree([most != -least, high, low], flags, totals, self.replicas)
         self._calls.end_step(self.group.world_rank, alike=not differ)
         anywhere = {name for name, flag in zip(names, flags) if flag}
         for host in {unit.host for unit in self.units if unit.host}:
