@@ -305,6 +305,8 @@ COMMON_THEN_RARE = ROWS, torch.tensor([0, 1, 2, 1, 0, 2, 7, 8, 9, 10, 11, 6])
 
 def test_the_parts_of_an_adaptive_softmax_are_no_blocks_for_not_every_rank_calls_them():
     assert section_names(Rare()) == [""] and section_names(nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 12, [3, 6])) == [""]
+    assert section_names(Rare(), nn.Linear) == section_names(Rare(), 1) == ["", "first"]
+    assert "last.tail.0.1" in section_names(Rare(), lambda module: isinstance(module, nn.Linear))   # as it was asked for
     expect_as_plain(lambda: drawn(Rare()), unlikely, [COMMON_THEN_RARE], ranks=(2,), backends=("gloo",), stages=(3,))
 
 

@@ -248,6 +248,14 @@ def test_all_ranks_compute_a_loss_again_where_it_seems_a_mean_on_one():
     assert rl.simulate(2, body, backend="gloo") == [[4, 2, 2, 4, 4]] * 2
 
 
+@pytest.mark.parametrize("other", [torch.ones(3), torch.tensor(0.5)], ids=["shorter", "one number"])
+def test_a_loss_of_tensors_that_differ_in_length_is_not_looked_at_and_that_is_said(other):
+    engine = rl.prepare(nn.Linear(4, 2), loss=lambda model, batch: (model(batch[0]).mean(), len(batch[0])), world=rl.init(device="cpu"),
+                        optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    with pytest.warns(UserWarning, match="one sample .a graph, packed tokens.. Its loss is not tried in halves: make sure"):
+        engine.step((torch.ones(4, 4), other))
+
+
 class TwoHeads(nn.Module):
     """In training it returns two things, as GoogLeNet does, in evaluation one."""
 
@@ -332,25 +340,30 @@ def test_what_forwards_count_in_buffers_begins_with_the_first_step():
 
 
 class Remembers(nn.Module):
-    """Keeps things from call to call in plain attributes: a state as long as the batch, a queue, a count, and what it makes when called."""
+    """Keeps things from call to call in plain attributes: a state as long as the batch, a queue, counts, and what it makes when called."""
 
     def __init__(self):
         super().__init__()
         self.layer, self.state, self.calls, self.queue, self.seen = nn.Linear(4, 2), None, 0, [], {}
-        self.sum = torch.zeros(2)
+        self.sum, self.bank, self.made = torch.zeros(2), {"sums": [torch.zeros(2)]}, False
+        self.others = [torch.ones(2, device="meta"), torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)]   # cannot be compared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.made:
+            self.layer.register_forward_hook(lambda module, given, y: y * 0.5)
         y = self.layer(x) + (0 if self.state is None else self.state)
         self.state, self.calls, self.made = y.detach(), self.calls + 1, True
         self.queue.append(len(x))
         self.seen[len(x)] = True
         self.sum.add_(1.0)
+        self.bank["sums"][0].add_(1.0)
         return y
 
 
 def test_what_forwards_keep_in_attributes_begins_with_the_first_step():
     (_, model), = probed(0, Remembers(), lambda model, x: (model(x).square().sum(), len(x)), p=1)
     assert (model.calls, model.queue, model.seen, model.sum.tolist(), len(model.state)) == (1, [4], {4: True}, [1.0, 1.0], 4)
+    assert model.bank["sums"][0].tolist() == [1.0, 1.0] and len(model.layer._forward_hooks) == 1
 
 
 class Grows(nn.Module):

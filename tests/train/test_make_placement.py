@@ -77,6 +77,23 @@ def test_where_ranks_are_dealt_whole_tensors_the_update_is_that_of_one_process(o
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def freezing(params):
+    params[0].requires_grad_(False)
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def hooking(params):
+    params[0].register_hook(lambda grad: grad * 0)
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize("optimizer", [freezing, hooking], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_would_do_nothing_to_pieces_of_parameters_is_refused(optimizer, stage):
+    with pytest.raises(ConfigError, match=r"the optimizer's function has (frozen|hooked) embedding.weight: it would do nothing"):
+        rl.simulate(rl.Mesh(shard=2), lambda world: losses(world, optimizer, stage))
+
+
 def test_an_optimizer_inside_another_is_said_to_be_missing_in_checkpoints():
     with pytest.warns(UserWarning, match=r"Wrapping has another optimizer in it \(`inner`\): it trains, but checkpoints"):
         rl.simulate(1, lambda world: losses(world, Wrapping))

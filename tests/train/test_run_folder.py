@@ -73,6 +73,8 @@ def test_a_job_that_goes_on_with_another_node_gets_a_folder_of_its_own_and_a_lat
     assert start("none_b", "none_a") == {"mine-2"}
     with pytest.raises(ConfigError, match="mine: holds a run already"):
         start("none_c", "none_b")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/mine.json")   # a user's own
+    assert agent_mark() is None
 
 
 def test_a_named_folder_of_a_run_that_never_took_a_step_is_used_again(tmp_path):

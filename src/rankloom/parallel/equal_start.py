@@ -95,8 +95,9 @@ def _take_from_rank_0(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
     piece = group.broadcast(torch.cat([bytes_of(tensor) for tensor in tensors.values()]), label=f"initial {', '.join(list(tensors)[:3])}")
     theirs = dict(zip(tensors, piece.split([tensor.nbytes for tensor in tensors.values()])))
     changed = [name for name, tensor in tensors.items() if not torch.equal(theirs[name], bytes_of(tensor))]
-    for name in changed:   # cloned, since a tensor's bytes may begin anywhere in the piece, and numbers may not
-        overwrite(tensors[name], theirs[name].clone().view(tensors[name].dtype).view(tensors[name].shape))
+    for name in changed:   # of several, cloned: a tensor's bytes may begin anywhere in the piece, and numbers may not
+        values = theirs[name] if len(tensors) == 1 else theirs[name].clone()
+        overwrite(tensors[name], values.view(tensors[name].dtype).view(tensors[name].shape))
     return changed
 
 

@@ -30,7 +30,8 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
     """Full names of the modules that are sections, the root ("") first, then in the order of the model.
 
     policy: "auto": the repeated blocks. One or several classes: modules of these. A number: modules with at least that many parameters
-            outside inner sections. A function of (name, module), or of the module alone: modules for which it returns true
+            outside inner sections; all but parts of an adaptive softmax, which ranks call apart. A function of (name, module), or of the
+            module alone: modules for which it returns true
     raises: ConfigError when the policy finds no module, or is not a policy
     """
     named = dict(model.named_modules())
@@ -46,6 +47,9 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
         found = [name for name, module in named.items() if isinstance(module, policy)]
     else:
         found = _by_function(named, policy)
+    if isinstance(policy, str | int | type | tuple):   # a function says what it wants
+        as_needed = tuple(f"{name}." if name else "" for name, module in named.items() if isinstance(module, CALLS_AS_NEEDED))
+        found = [name for name in found if not name.startswith(as_needed)]
     found = [name for name in found if not isinstance(named[name], NEVER_CALLED)]   # never called, so never gathered
     if not found and policy != AUTO:
         kinds = sorted({type(module).__name__ for module in named.values()})

@@ -27,7 +27,8 @@ def norm_of(x: Tensor, order: float = 2.0) -> Tensor:
     flat, wide = x.reshape(-1), torch.float64 if x.dtype == torch.float64 else torch.float32
     norm = _norm_in(wide, flat, order)
     least = 2.0 ** (-120 / order) if order < math.inf else 0.0   # its power is 2**-120: in fp32, powers of less lose digits
-    return _norm_in(torch.float64, flat, order) if x.device.type == "cpu" and not least < norm < math.inf else norm
+    is_sure = x.device.type != "cpu" or least < norm < math.inf or (norm == 0 and not flat.any())   # of experts without tokens, say
+    return norm if is_sure else _norm_in(torch.float64, flat, order)
 
 
 def _norm_in(wide: torch.dtype, flat: Tensor, order: float) -> Tensor:

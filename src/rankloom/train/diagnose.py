@@ -72,13 +72,17 @@ def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, bat
     pieces: number of micro-batches                     shards: logical shards, over which rows are redistributed; 0: none
     apart:  see `expect_sum_over_tokens`
     A collective of the world: all ranks run the same number of forwards, as a forward may be a collective. None if a rank's micro-batch
-    cannot be cut by rows (a graph, packed tokens), nor thus in halves.
+    cannot be cut by rows (a graph, packed tokens), nor thus in halves: then rank 0 warns.
     """
     rows = rows_of(batch, world.rank) if shards or pieces > 1 else rows_if_any(batch)
     mine = torch.tensor([(-1 if rows is None else rows) * group.size + group.rank], device=group.device)
     held, rank = divmod(int(tokens.all_reduce(mine, "min", label="rows")), group.size)
     if not shards and held >= 0:
         expect_rows(held, pieces, group.ranks[rank])
+    if held < 0 and world.rank == 0:
+        warnings.warn("the tensors of a batch are not equally long along dim 0, so it is one sample (a graph, packed tokens). Its "
+                      "loss is not tried in halves: make sure that it is a sum, and that it counts what it sums. Where samples are rows, "
+                      "give every tensor one row per sample", stacklevel=4)   # of `engine.step`
     if held < 1:   # on some rank
         return
     parts = with_halves(batch, min(held, max(2, held // (shards or pieces))), world.rank)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.hooks import is_hooked
 from rankloom.parallel.build import FirstValues, SharedValues, give_memory
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.model_split import ModelSplit
@@ -54,6 +55,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     stand_ins = {name: stand_in(param, dtype=strategy.formats(name, param).master, device=device)
                  for name, param in model.named_parameters() if param.requires_grad}
     optimizer = _made_alike(build, stand_ins, world)
+    _expect_untouched(stand_ins)
     whole = frozenset(needs_whole_matrices(optimizer, stand_ins))
     if split is not None:
         _expect_uncut(whole, split)
@@ -81,6 +83,15 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
     placement.hand_over(stand_ins)
     return placement, optimizer
+
+
+def _expect_untouched(stand_ins: Mapping[str, nn.Parameter]) -> None:
+    """Raise ConfigError, on all ranks, when the optimizer's function did to stand-ins what only a model's parameters obey."""
+    for name, param in stand_ins.items():
+        if is_hooked(param) or not param.requires_grad:
+            raise ConfigError(f"the optimizer's function has {'hooked' if param.requires_grad else 'frozen'} {name}: it would do nothing. "
+                              "From stage 1 on it gets this rank's pieces, and backward gives gradients to the model's own parameters. Do "
+                              "it to these, before `rl.prepare`")
 
 
 def _expect_uncut(whole: frozenset[str], split: ModelSplit) -> None:

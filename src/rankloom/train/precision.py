@@ -43,7 +43,8 @@ class Precision:
     reduce:  in which gradients are summed over ranks (stages 1 to 3); None: as master
     output:  to which the model's outputs are cast before the loss; None: not cast
     full:    patterns of names of modules (`*norm*`) that compute in the master dtype, with all modules inside them: in between
-             nothing is rounded to the compute dtype, in which they return
+             nothing is rounded to the compute dtype, in which they return. What is inside must be called by them: a part that others
+             call too gets, or gives, a dtype that torch refuses
     scaled:  the loss is scaled, for a dtype with few exponents
     float8:  how linear layers multiply in 8 bits (fp8.py); None: they do not
     """

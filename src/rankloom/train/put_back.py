@@ -5,7 +5,7 @@ keeps from step to step, or a queue of features must not see that.
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,32 +16,34 @@ from rankloom.base.tensors import bytes_of
 from rankloom.train.draws import OF_EVERY_MODULE, generators_put_back
 
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+TABLES = ("_buffers", "_modules", *sorted(name for name in OF_EVERY_MODULE if "hooks" in name))   # of every module: also grow when called
 
 
 @contextmanager
 def state_put_back(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, frozen parameters and attributes of modules afterwards: their generators, tensors and containers too.
+    """Restore modules afterwards: their buffers, hooks and attributes, with the generators, containers and tensors in these.
 
-    Frozen parameters only where they are few: see `untrained`. What modules of another model keep is not restored.
+    Tensors, and frozen parameters, only where they are few: see `untrained`. What objects of the user's own keep is not restored, nor what
+    another model keeps.
     """
-    held = [(module._buffers, dict(module._buffers)) for module in model.modules() if isinstance(module._buffers, dict)]   # not TorchScript
+    tables = [(own, dict(own)) for module in model.modules() for name in TABLES if isinstance(own := vars(module).get(name), dict)]
     attributes = [(module, _attributes(module)) for module in model.modules()]
-    contents = [(value, _flat(value)) for _, own in attributes for value in own.values() if type(value) in CONTAINERS]
-    tensors = {id(kept): kept for kept in (*(kept for _, kept in untrained(model)), *_plain_tensors(attributes))}
-    values = [(kept, kept.detach().clone()) for kept in tensors.values()]
+    containers, tensors = _found_in([value for _, own in attributes for value in own.values()])
+    contents = [(container, _flat(container)) for container in containers]
+    values = [(kept, kept.detach().clone()) for kept in _few(model, tensors)]
     try:
         with generators_put_back(model):
             yield
     finally:
-        for now, before in held:
+        for now, before in tables:
             now.clear()
             now.update(before)
         for module, own in attributes:
             for name in _attributes(module).keys() - own.keys():
                 del vars(module)[name]
             vars(module).update(own)
-        for value, items in contents:
-            _refill(value, items)
+        for container, items in contents:
+            _refill(container, items)
         for tensor, old in values:
             if tensor.shape != old.shape or tensor.dtype != old.dtype:   # resized, or replaced through `.data`
                 tensor.data = old
@@ -70,12 +72,31 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE and name != "training"}
 
 
-def _plain_tensors(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[Tensor]:
-    """Tensors in attributes, but for those that share memory with parameters: these come and go."""
-    params = {param.untyped_storage()._cdata for module, _ in attributes for param in module._parameters.values() if param is not None}
-    for _, own in attributes:
-        yield from (value for value in own.values() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-                    and value.layout is torch.strided and value.untyped_storage()._cdata not in params)
+def _found_in(values: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
+    """The containers among the values and in each other, and the plain tensors: subclasses may lack operators to copy them."""
+    containers, tensors, waiting, seen = list[Any](), list[Tensor](), list(values), set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) in (*CONTAINERS, tuple):
+            waiting += _flat(value)
+            containers += [] if type(value) is tuple else [value]
+        elif type(value) is Tensor and value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized):
+            tensors.append(value)
+    return containers, tensors
+
+
+def _few(model: nn.Module, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What `untrained` has, and of these tensors those that lie in no parameter, if they are no more than the trained parameters."""
+    storage = lambda tensor: tensor.untyped_storage()._cdata
+    taken, params = [kept for _, kept in untrained(model)], list(model.parameters())
+    there = {storage(tensor) for tensor in (*params, *taken)}
+    plain = {storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    if sum(plain.values()) > sum(param.nbytes for param in params if param.requires_grad):
+        return taken
+    return [*taken, *(tensor for tensor in tensors if storage(tensor) not in there)]
 
 
 def _flat(container: Any) -> list[Any]:

@@ -42,8 +42,8 @@ def agent_mark() -> str | None:
 
     Its path is <folder with a random name>/attempt_<n>/<local rank>/<file>. The job's own name is no help: for most jobs it is "none".
     """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return f"{socket.gethostname()}:{Path(file).parent.parent.parent}" if file else None
+    made = re.fullmatch(r"(.+)/attempt_\d+/\d+/[^/]+", os.environ.get("TORCHELASTIC_ERROR_FILE", ""))   # else the user has set it
+    return f"{socket.gethostname()}:{made[1]}" if made else None
 
 
 def has_agent() -> bool:

@@ -16,7 +16,7 @@ from rankloom.base.errors import RankLost
 from rankloom.world import connect
 from rankloom.world.connect import World
 from rankloom.world.transport import process_group
-from rankloom.world.transport.meet import name_of, start_afresh, unset_keys
+from rankloom.world.transport.meet import hear_all, name_of, start_afresh, unset_keys
 from rankloom.world.transport.process_group import SharedMemoryGroup
 
 P = 3
@@ -54,14 +54,22 @@ def test_who_is_missing_among_many_is_found_with_few_questions(missing, question
     assert len(asked) == questions
 
 
-def test_ranks_that_count_each_other_differently_are_told_so():
+def test_ranks_that_count_each_other_differently_are_all_told_so():
     store = dist.HashStore()
-    with ThreadPoolExecutor(2) as ranks:
-        leader, other = (ranks.submit(start_afresh, store, rank, size, 2.0) for rank, size in ((0, 2), (1, 4)))
-        with pytest.raises(rl.ConfigError, match="rank 1 was started as one of 4 ranks, rank 0 as one of 2: give all the same WORLD_SIZE"):
-            leader.result()
-        with pytest.raises(RankLost, match=r"rank 1: rank\(s\) 2, 3 did not join"):
-            other.result()
+    with ThreadPoolExecutor(3) as ranks:
+        started = [ranks.submit(start_afresh, store, rank, size, 2.0) for rank, size in ((0, 3), (1, 4), (2, 3))]
+        for rank in started:
+            with pytest.raises(rl.ConfigError, match="rank 1 was started as one of 4 ranks, rank 0 as one of 3: give all the same WORLD"):
+                rank.result()
+
+
+def test_a_store_that_is_gone_is_a_rank_that_is_lost_whatever_is_asked():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    for _ in range(2):   # the second time the connection is known to be broken
+        with pytest.raises(RankLost, match="rank 1: the store in which ranks meet closed"):
+            hear_all(client, "it", 1, 2, 1.0, "this")
 
 
 MANY = 4096   # ranks, whose numbers in a row are 19 KiB

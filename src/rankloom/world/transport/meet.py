@@ -29,6 +29,8 @@ from rankloom.world.transport.free_memory import available_memory
 
 NAP = 0.01   # seconds between two checks of which ranks have come
 PAGE = mmap.PAGESIZE
+ALL_CAME = "all came"   # rank 0 says so, or what is wrong
+CLOSED = "the rank that serves it, usually 0, has ended, or two ranks were started with the same number"
 T = TypeVar("T")
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL   # if one rank truncated it, all that touch it would be killed
 
@@ -97,7 +99,7 @@ def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dis
 
     Ranks cannot compare how often they were started: torchrun counts for each node alone. So each writes a new random word, and
     rank 0 answers every word that it finds with the name of the part, until all ranks have come there.
-    raises: RankLost naming the ranks that did not come within `timeout` seconds; on rank 0, ConfigError if one counts other ranks than it
+    raises: RankLost naming the ranks that did not come within `timeout` seconds; ConfigError if one counts other ranks than rank 0
     """
     if rank == 0:
         return _lead(store, size, timeout)
@@ -106,35 +108,40 @@ def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dis
     wait_for(store, {f"part/{word}": 0}, rank, timeout)
     part = dist.PrefixStore(_ask(lambda: store.get(f"part/{word}"), rank, timeout).decode(), store)
     _ask(lambda: part.set(f"came/{rank}", str(size)), rank, timeout)
-    wait_for(part, {f"came/{other}": other for other in range(1, size)}, rank, timeout, until="all came")
+    wait_for(part, {f"came/{other}": other for other in range(1, size)}, rank, timeout, until=ALL_CAME)
+    if problem := _ask(lambda: part.get(ALL_CAME), rank, timeout).decode():
+        raise ConfigError(problem)
     return part
 
 
 def _lead(store: dist.Store, size: int, timeout: float) -> dist.Store:
     name, deadline = secrets.token_hex(8), time.monotonic() + timeout
-    part, answered, missing = dist.PrefixStore(name, store), set[str](), list(range(1, size))
-    while missing := _still_missing(part, missing, size):
+    part, answered, missing, problem = dist.PrefixStore(name, store), set[str](), list(range(1, size)), ""
+    while missing and not problem:
         if time.monotonic() > deadline:
             raise _absent(0, missing, timeout)
         words = [f"word/{rank}" for rank in missing]
         for word in {word for key in {*words} - {*unset_keys(store, words)} if (word := read_key(store, key))} - answered:
             store.set(f"part/{word}", name)
             answered.add(word)
+        missing, problem = _who_misses(part, missing, size)
         time.sleep(NAP)
-    part.set("all came", "")
+    part.set(ALL_CAME, problem)
+    if problem:
+        raise ConfigError(problem)
     return part
 
 
-def _still_missing(part: dist.Store, missing: Sequence[int], size: int) -> list[int]:
-    """Those that have not come yet. raises: ConfigError if one that has come counts other ranks than `size`"""
+def _who_misses(part: dist.Store, missing: Sequence[int], size: int) -> tuple[list[int], str]:
+    """Those that have not come yet, and what is wrong if one that has come counts other ranks than `size`."""
     keys = {f"came/{rank}": rank for rank in missing}
     unset = unset_keys(part, [*keys])
     for key in {*keys} - {*unset}:
         counts = read_key(part, key)
         if counts not in (None, str(size)):
-            raise ConfigError(f"rank {keys[key]} was started as one of {counts} ranks, rank 0 as one of {size}: give all the same "
-                              "WORLD_SIZE (torchrun: the same --nnodes and --nproc-per-node)")
-    return [keys[key] for key in unset]
+            return [], (f"rank {keys[key]} was started as one of {counts} ranks, rank 0 as one of {size}: give all the same WORLD_SIZE "
+                        "(torchrun: the same --nnodes and --nproc-per-node)")
+    return [keys[key] for key in unset], ""
 
 
 def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float, *, until: str | None = None) -> None:
@@ -144,23 +151,24 @@ def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float,
     """
     begin = time.monotonic()
     try:
-        _ask(lambda: store.wait([*keys] if until is None else [until], datetime.timedelta(seconds=timeout)), rank, timeout)
-    except RankLost:
-        raise
+        ask(lambda: store.wait([*keys] if until is None else [until], datetime.timedelta(seconds=timeout)), timeout)
+    except TimeoutError as error:
+        raise RankLost(f"rank {rank}: {error}") from None
     except RuntimeError as error:
         waited, silent = time.monotonic() - begin, _silent(store, keys)
         if waited < timeout / 2 or rank in silent:   # no time-out; what this rank has told has gone with the store
-            raise RankLost(f"rank {rank}: the store in which ranks meet closed after {waited:.1f} s: the rank that serves it, usually 0, "
-                           "has ended, or two ranks were started with the same number") from error
+            raise RankLost(f"rank {rank}: the store in which ranks meet closed after {waited:.1f} s: {CLOSED}") from error
         raise _absent(rank, silent, timeout) from error
 
 
 def _ask(question: Callable[[], T], rank: int, timeout: float) -> T:
-    """`ask`, for rank `rank`. raises: RankLost"""
+    """`ask` something that waits for no other rank. raises: RankLost"""
     try:
         return ask(question, timeout)
     except TimeoutError as error:
         raise RankLost(f"rank {rank}: {error}") from None
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank}: the store in which ranks meet closed: {CLOSED}") from error
 
 
 def _silent(store: dist.Store, keys: dict[str, int]) -> list[int]:
