@@ -605,7 +605,7 @@ def test_a_loss_of_derivatives_that_torch_func_takes_is_that_of_one_process(stag
 
 def test_a_rank_that_waits_for_a_block_which_another_does_not_call_is_told_what_to_do():
     def body(world):
-        sharded = rl.fully_shard(drawn(Rare()), world, units=nn.Sequential)
+        sharded = rl.fully_shard(drawn(Rare()), world, units=lambda module: isinstance(module, nn.Sequential))
         sharded(*share(COMMON_THEN_RARE, world.rank, world.size))
         time.sleep(3)   # rank 0 is here at once, and must not leave before rank 1 has waited long enough
 
