@@ -88,7 +88,7 @@ def run_alone(script: str, variant: str, arguments: Sequence[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, script, "--worker", variant, "--out", str(out), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)   # what it prints is progress
         if done.returncode:
             return {"error": last_line(done.stderr)}
         return json.loads(out.read_text())

@@ -67,7 +67,8 @@ def worker(args: argparse.Namespace) -> None:
                         optimizer=lambda p: torch.optim.AdamW(p, lr=RATE, betas=(0.9, 0.95), fused=True))
     corpus, draw = text(1 << 18 if args.small else 1 << 23), torch.Generator().manual_seed(0)
     seconds, losses = [], []
-    for _ in range(args.steps):
+    tenth = max(1, args.steps // 10)
+    for step in range(1, args.steps + 1):
         starts = torch.randint(0, len(corpus) - config.seq_len - 1, (rows,), generator=draw)
         piece = torch.stack([corpus[at : at + config.seq_len + 1] for at in starts]).to(device)
         synchronize(device)
@@ -77,7 +78,9 @@ def worker(args: argparse.Namespace) -> None:
         layers.end_step(world.group("replicate", "shard"))
         synchronize(device)
         seconds.append(time.perf_counter() - begin)
-    tenth = max(1, args.steps // 10)
+        if step % tenth == 0:
+            pace = statistics.median(seconds[-tenth:])
+            print(f"{args.worker}, step {step} of {args.steps}: loss {losses[-1]:.4f}, {pace * 1e3:.1f} ms a step", flush=True)
     found = {"seconds": statistics.median(seconds[tenth:]), "loss": statistics.mean(losses[-tenth:]), "losses": losses,
              "layers": len(layers.layers), "peak": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0}
     Path(args.out).write_text(json.dumps(found))

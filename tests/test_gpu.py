@@ -228,6 +228,29 @@ def test_data_parallel_on_one_gpu_equals_one_process(ranks):
             torch.testing.assert_close(params[name], expected, rtol=1e-11, atol=1e-12)
 
 
+LAYOUTS = {rl.Mesh(pipe=2, shard=2, tensor=2): 3, rl.Mesh(expert=4, tensor=2): 0}   # the mesh, and its stage
+BF16 = 2.0**-8   # one rounding of the loss itself: layouts round partial sums, one rank whole ones
+
+
+def train_a_layout(world, mesh=None):
+    """Losses of eight steps in bf16 on this layout; with another mesh, the model of that one, on this rank alone."""
+    mesh = mesh or world.mesh
+    moe = MoEConfig(experts=8, top_k=2, ffn=64) if mesh.expert > 1 else None
+    pipe = {"pipe": "1f1b", "accumulate": 2} if world.mesh.pipe > 1 else {}
+    engine = rl.prepare(GPT(preset("1M", vocab_size=256, seq_len=64, moe=moe)), loss=language_model_loss, world=world, precision="bf16",
+                        stage=LAYOUTS.get(world.mesh, 0), clip=1.0, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), **pipe)
+    text = torch.randint(0, 256, (16, 65), generator=torch.Generator().manual_seed(0)).tensor_split(engine.group.size)[engine.group.rank]
+    return [engine.step((text[:, :-1].contiguous(), text[:, 1:].contiguous())).loss for _ in range(8)]
+
+
+@pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
+def test_a_layout_of_eight_ranks_on_one_gpu_has_the_losses_of_one(world, mesh):
+    expected = train_a_layout(world, mesh)
+    assert expected[-1] < 0.95 * expected[0]
+    for losses in on_one_gpu(mesh, train_a_layout):
+        assert losses == pytest.approx(expected, rel=BF16)
+
+
 def lose_a_rank(folder, world):
     """Rank 1 is killed with work on its way; how long the others took to find out, in a file for each."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)   # their parent ends them at once; it is patient for a few seconds

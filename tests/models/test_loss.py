@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankloom.base.loss import add_sum_over_rows
 from rankloom.models import loss as loss_module
 from rankloom.models.gpt import GPT, GPTConfig
 from rankloom.models.loss import (
@@ -61,8 +62,24 @@ def test_in_low_precision_chunks_are_as_near_the_truth_as_the_plain_path(dtype):
         assert chunked <= 1.3 * plain
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])])
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_over_rows_is_added_to_the_total_and_rounded_only_where_the_cpu_has_no_wider_product(dtype, device):
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(64, n, generator=draw).to(dtype).to(device) for n in (40, 24))
+    total = torch.randn(40, 24, generator=draw).to(device)
+    expected = total.double() + left.double().T @ right.double()
+    size = total.double().abs() + left.double().abs().T @ right.double().abs()
+    add_sum_over_rows(total, left, right)
+    rounding = 2.0**-8 if device == "cpu" and dtype == torch.bfloat16 else 65 * 2.0**-24   # of each of 64 additions
+    assert total.dtype == torch.float32 and ((total.double() - expected).abs() <= rounding * size).all()
+
+
+@DEVICES
 @pytest.mark.parametrize("rows", [32, 512])
 def test_a_loss_scale_cures_an_overflow_of_fp16_in_the_weights_gradient(rows, device):
     """Unscaled, a row of it is 1,024 x 300 x 3/4: the sum of chunks is above 65,504, and so is each chunk of 512. Every number is exact."""

@@ -1,5 +1,7 @@
 """FP8 on a device that multiplies eight bits itself. Nothing but `DEVICE` knows which: on "cpu" the same lines test the emulation."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -87,13 +89,15 @@ def losses_of(recipe: Recipe | None) -> list[float]:
     return losses
 
 
-def test_a_layer_on_a_device_is_near_the_one_on_the_cpu():
+def test_the_gradients_of_layers_on_a_device_are_as_near_the_exact_ones_as_the_emulation_s():
+    """Not near the emulation's: what a matrix unit loses of a sum flips the next cast of what lies between two numbers, a gradient's by an
+    eighth. Either neighbour is as far from the truth: with noise of that size in its products, the emulation itself errs 4 % more."""
     torch.manual_seed(0)
-    here = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256), nn.Linear(256, 16))
-    there = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256), nn.Linear(256, 16)).to(DEVICE)
-    there.load_state_dict(here.state_dict())
-    for model, device in ((here, "cpu"), (there, DEVICE)):
-        assert len(to_float8(model).layers) == 2
-        model(normal(128, 256, seed=1).to(device)).square().sum().backward()
-    for a, b in zip(here.parameters(), there.parameters()):
-        assert (a.grad - b.grad.cpu()).norm() < 0.02 * a.grad.norm()
+    exact = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256), nn.Linear(256, 16))
+    here, there = copy.deepcopy(exact), copy.deepcopy(exact).to(DEVICE)
+    assert len(to_float8(here).layers) == len(to_float8(there).layers) == 2
+    for model in (exact, here, there):
+        x = normal(128, 256, seed=1).to(next(model.parameters()).device)
+        model(x).square().sum().backward()
+    for truth, a, b in zip(exact.parameters(), here.parameters(), there.parameters()):
+        assert (b.grad.cpu() - truth.grad).norm() < 1.1 * (a.grad - truth.grad).norm() < 0.1 * truth.grad.norm()

@@ -53,11 +53,20 @@ def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def sum_over_rows(left: Tensor, right: Tensor) -> Tensor:
-    """left.T @ right; fp32 for two of fp16, in which the sum over a chunk's rows may be infinite. left [n, V], right [n, W] -> [V, W]"""
-    if not left.dtype == right.dtype == torch.float16:
-        return left.T @ right
-    return torch.mm(left.T, right, out_dtype=torch.float32) if left.is_cuda else left.float().T @ right.float()
+def add_sum_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left.T @ right, for total [V, W] in `loss_dtype`, left [n, V], right [n, W].
+
+    On CUDA one matrix product adds 16-bit factors to an fp32 total; apart, the product would be written, read again, and rounded. On
+    the CPU, and where the compiler looks on, a product of two fp16 factors is made of fp32 ones: its sum over rows may be infinite in fp16.
+    """
+    if left.dtype == right.dtype == total.dtype:
+        total.addmm_(left.T, right)
+    elif left.is_cuda and left.dtype == right.dtype and total.dtype == torch.float32 and not torch.compiler.is_compiling():
+        torch.addmm(total, left.T, right, out_dtype=torch.float32, out=total)
+    elif left.dtype == right.dtype == torch.float16:
+        total += left.float().T @ right.float()
+    else:
+        total += left.T @ right
 
 
 def chunk_rows(vocab_size: int, device: str) -> int:

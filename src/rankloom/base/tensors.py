@@ -1,4 +1,4 @@
-"""A tensor's bytes, to hash, compare and send them, and for C code; how often it was written; dtypes to compute in."""
+"""A tensor's bytes, to hash, compare and send them, and for C code; copies, and how often it was written; dtypes to compute in."""
 
 import ctypes
 from types import NoneType
@@ -30,6 +30,14 @@ def overwrite(x: Tensor, values: Tensor) -> None:
         x.data = values.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
     else:
         x.detach().copy_(values)
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, x: Tensor) -> Tensor:
+    """`target.copy_(x)`, for large tensors of another dtype: on a GPU, torch's kernel for lists of tensors reads and writes whole vectors,
+    and that of `copy_` single elements where it widens them. Returns the target."""
+    torch._foreach_copy_([target], [x])
+    return target
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype, sum_over_rows, waiting_dtype
+from rankloom.base.loss import IGNORE, add_sum_over_rows, chunk_rows, loss_dtype, waiting_dtype
 
 Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -119,10 +119,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             loss, grad_logits = kernel(F.linear(part, weight), targets[start:start + rows])
             total = total + loss   # not in place: torch 2.11 compiles wrong gradients for an output that was changed
             grad_hidden[start:start + rows] = grad_logits @ weight
-            if grad_logits.dtype == part.dtype == grad_weight.dtype:
-                grad_weight.addmm_(grad_logits.T, part)
-            else:                                   # a 16-bit product, summed in fp32
-                grad_weight += sum_over_rows(grad_logits, part)
+            add_sum_over_rows(grad_weight, grad_logits, part)
         ctx.save_for_backward(grad_hidden, grad_weight.to(waiting_dtype(weight.dtype)))
         ctx.dtype = weight.dtype
         return total

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankloom.base.tensors import copy_into
 from rankloom.comm.compress import Summing
 from rankloom.shard.flat import FlatBuffer, gaps_of, move_into, views_of
 from rankloom.shard.frames import between_steps, memory_lent, tensors_in
@@ -107,7 +108,7 @@ class Bucket:
         elif self.holds(name, owner.grad):   # accumulated here, in the master's dtype
             _multiply(view.add_(gradient), scale)
         elif scale == 1.0 or gradient.dtype is not self.dtype:   # here `mul` would round to the gradient's dtype before the copy
-            _multiply(view.copy_(gradient), scale)
+            _multiply(copy_into(view, gradient), scale)
         else:
             torch.mul(gradient, scale, out=view)
         if owner is not param:

@@ -81,9 +81,9 @@ class BufferKeeper:
     def _seen(self) -> dict[str, Seen]:
         # Batch norm's kernels do not bump the versions of its statistics; but its number of batches, beside them, is bumped.
         versions = {id(b): sum(version_of(other) for other in module.buffers(recurse=False))
-                    for module in self.model.modules() for b in module.buffers(recurse=False)}
+                    for module in self.model.modules() if module._buffers for b in module.buffers(recurse=False)}
         return {name: (buffer, versions[id(buffer)], address_of(buffer)) for name, buffer in self.model.named_buffers()
-                if buffer.layout is torch.strided}
+                if buffer.layout is torch.strided} if versions else {}
 
 
 def _same(before: Seen | None, now: Seen | None) -> bool:

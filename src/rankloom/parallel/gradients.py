@@ -35,6 +35,7 @@ from rankloom.base.compression import HIERARCHICAL
 from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.hooks import hook_gradient, landed
 from rankloom.base.scoped import temporarily
+from rankloom.base.tensors import copy_into
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.comm.worker import start_beside, worker_beside
@@ -168,7 +169,7 @@ class GradientReducer:
         # No bucket: in the first backward, and always for embeddings sent by rows, gradients stay where autograd made them.
         self._arrivals.note(name, param, owner)
         if owner is not param:
-            owner.grad = gradient.to(owner.dtype) if owner.grad is None else owner.grad.add_(gradient)
+            owner.grad = _converted(gradient, owner.dtype) if owner.grad is None else owner.grad.add_(gradient)
             param.grad = None
 
     def _launch_full_buckets(self) -> None:
@@ -258,3 +259,9 @@ class GradientReducer:
         bucket = Bucket({name: self.owners[name] for name in names}, group, self.summing)
         self.buckets.append(bucket)
         self._home |= dict.fromkeys(names, bucket)
+
+
+def _converted(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    if gradient.layout is not torch.strided or gradient.dtype is dtype:
+        return gradient.to(dtype)
+    return copy_into(torch.empty_like(gradient, dtype=dtype), gradient)

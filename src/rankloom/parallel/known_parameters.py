@@ -1,5 +1,6 @@
 """Detects parameters that were replaced, added or unfrozen after the model was prepared: their gradients would not be summed."""
 
+import torch
 from torch import nn
 
 from rankloom.base.errors import ConfigError, UnitError
@@ -24,13 +25,14 @@ class KnownParameters:
         self.expect_no_more()
         if may_move and any(place.get(key) is not param for place, key, _, param, _ in self._places):
             self._follow()
-        for place, key, name, param, trained in self._places:
-            if place.get(key) is not param:
-                raise UnitError(f"{name} was replaced after the model was prepared: the gradient of the new tensor is not summed. "
-                                f"{LOAD}, or replace it before")
-            if param.requires_grad and not trained:
-                raise ConfigError(f"{name} was frozen when the model was prepared, and is trainable now: its gradient would not be "
-                                  "summed. Unfreeze what will be trained before you prepare the model, and freeze parts of it afterwards")
+        with torch._C.DisableTorchFunctionSubclass():   # released parameters have a class of their own, which looks at every call
+            unfrozen = [name for _, _, name, param, trained in self._places if not trained and param.requires_grad]
+        if replaced := [name for place, key, name, param, _ in self._places if place.get(key) is not param]:
+            raise UnitError(f"{replaced[0]} was replaced after the model was prepared: the gradient of the new tensor is not summed. "
+                            f"{LOAD}, or replace it before")
+        if unfrozen:
+            raise ConfigError(f"{unfrozen[0]} was frozen when the model was prepared, and is trainable now: its gradient would not be "
+                              "summed. Unfreeze what will be trained before you prepare the model, and freeze parts of it afterwards")
 
     def expect_no_more(self) -> None:
         """Raise UnitError when a parameter was added, by itself or in a new module."""

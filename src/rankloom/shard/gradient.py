@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
 from rankloom.base.hooks import landed
+from rankloom.base.tensors import copy_into
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.sums import Arrival, UnitSums
 from rankloom.shard.unit import Unit
@@ -130,7 +131,7 @@ class Gradient:
             raise UnitError(f"rank {self.unit.group.world_rank}: a gradient of {name} came after unit {self.unit.name} was reduced; "
                             "does one backward go through a forward of this unit that was run before the last optimizer step?")
         view, gradient = self._view(name), landed(param, name, self.unit.group.world_rank)
-        view.add_(gradient) if name in self.landed else view.copy_(gradient)
+        view.add_(gradient) if name in self.landed else copy_into(view, gradient)
         param.grad = None
         self.landed.add(name)
 

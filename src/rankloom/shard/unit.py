@@ -246,10 +246,14 @@ class Unit:
     def slice_view(self, flat: Tensor, name: str) -> Tensor:
         """The piece of parameter `name` in a flat slice like `own`; in the parameter's own shape where layouts cut no tensor."""
         start, stop = self.layout.piece(name, self.group.rank)
-        slot = self.layout.slot(name)
-        first = slot.start + start - self.layout.span(self.group.rank)[0] if stop > start else 0
+        first = self._place_in_slice(name)
         view = flat[first : first + stop - start]
-        return view.view(slot.shape) if self.layout.whole_tensors and stop > start else view
+        return view.view(self.layout.slot(name).shape) if self.layout.whole_tensors and stop > start else view
+
+    def _place_in_slice(self, name: str) -> int:
+        """Where the piece of a parameter begins; 0 for an empty one."""
+        start, stop = self.layout.piece(name, self.group.rank)
+        return self.layout.slot(name).start + start - self.layout.span(self.group.rank)[0] if stop > start else 0
 
     def version(self, name: str) -> int:
         """How often a parameter was written, by autograd's count; gathers, releases and updates are not counted."""
@@ -276,8 +280,9 @@ class Unit:
 
         how: that it was not what may change them   remedy: what to do after another change, or in place of it
         """
+        begin, size = self.own.data_ptr(), self.own.itemsize
         moved = [name for name, owner in self.owners.items()
-                 if owner.numel() and owner.data_ptr() != self.slice_view(self.own, name).data_ptr()]
+                 if owner.numel() and owner.data_ptr() != begin + size * self._place_in_slice(name)]
         if moved:
             raise UnitError(f"rank {self.group.world_rank}: the slice of {moved[0]} was replaced (`param.data = ...`): no rank computes "
                             "with the new tensor: write into it, `param.copy_(...)` under torch.no_grad()")

@@ -140,18 +140,20 @@ def test_pieces_are_combined_to_the_bits_of_the_kernel_in_shared_memory(dtype, p
 # ---------------------------------------------------------------- what it costs
 
 
-def test_a_shared_buffer_is_summed_where_it_lies_with_two_meetings_and_no_copy(ranks):
+def test_a_shared_buffer_is_summed_where_it_lies_by_each_rank_in_turn_with_two_meetings_and_no_copy(ranks):
     def body(group, rank):
-        x = group.buffer((4096,))
-        x.copy_(torch.arange(4096.0) + rank)
+        x, logs = group.buffer((4096,)), []
         group.allreduce([torch.ones(1)]).wait()   # the first makes the slots
-        group._device.log.clear()
-        group.allreduce([x]).wait()
-        return x.clone(), list(group._device.log)
+        for turn in range(4):
+            x.copy_(torch.arange(4096.0) + rank + turn)
+            group._device.log.clear()
+            group.allreduce([x]).wait()
+            logs.append(list(group._device.log))
+            assert x.tolist() == (3 * torch.arange(4096.0) + 3 + 3 * turn).tolist()
+        return logs
 
-    for total, log in ranks(3).each(body):
-        assert total.tolist() == (3 * torch.arange(4096.0) + 3).tolist()
-        assert log == ["mark", "follow", "follow", "run", "mark", "follow", "follow", "end"]
+    adds, waits = (["mark", "follow", "follow", *then, "end"] for then in (["run", "mark"], ["follow"]))
+    assert ranks(3).each(body) == [[adds if rank == adder else waits for adder in (2, 1, 0, 2)] for rank in range(3)]
 
 
 def test_a_small_tensor_costs_one_meeting(ranks):
@@ -184,7 +186,7 @@ def test_a_part_of_a_shared_buffer_at_the_same_place_everywhere_is_summed_where_
         group.allreduce([x[1000:3000]]).wait()
         return x.tolist(), group._device.log.count("run")
 
-    assert ranks(2).each(body) == [([rank] * 1000 + [1.0] * 2000 + [rank] * 1096, 1) for rank in (0, 1)]
+    assert ranks(2).each(body) == [([rank] * 1000 + [1.0] * 2000 + [rank] * 1096, rank) for rank in (0, 1)], "one rank adds up"
 
 
 @pytest.mark.parametrize("ranks_", range(1, 9))

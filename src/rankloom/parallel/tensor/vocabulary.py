@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.layout import Layout
-from rankloom.base.loss import IGNORE, chunk_rows, loss_dtype, sum_over_rows, waiting_dtype
+from rankloom.base.loss import IGNORE, add_sum_over_rows, chunk_rows, loss_dtype, waiting_dtype
 from rankloom.parallel.tensor.compare import expect_alike
 from rankloom.parallel.tensor.holding import padded
 from rankloom.parallel.tensor.layers import change_first_before, entered
@@ -179,7 +179,7 @@ class _SplitCrossEntropy(Function):
             total += value
             if grad_hidden is not None and grad_weight is not None:
                 grad_hidden[start:start + loss.chunk] = grad_logits @ weight
-                grad_weight += sum_over_rows(grad_logits, part)
+                add_sum_over_rows(grad_weight, grad_logits, part)
         if grad_hidden is not None and grad_weight is not None:
             ctx.save_for_backward(grad_hidden, grad_weight.to(waiting_dtype(weight.dtype)))
             ctx.dtype = weight.dtype

@@ -15,6 +15,7 @@ from rankloom.base.errors import DeviceError
 from rankloom.world.transport.cuda_driver import Block, give_back, open_block, take_block, wait_value, write_value
 from rankloom.world.transport.device import RELEASED
 
+KEPT_VIEWS = 256   # views of memory that are kept for the next call with the same tensors: making one asks the driver about the address
 RESCUE = -3   # the priority of streams in which nothing ever waits: the highest that torch has
 
 
@@ -27,10 +28,16 @@ class CudaDevice:
         # Streams of one priority may share a hardware queue, and streams of priority -1 wait, too: FSDP2 gathers in them.
         self._rescue = torch.cuda.Stream(device, priority=RESCUE)
         self._blocks: dict[str, Block] = {}   # by handle
+        self._views: dict[tuple[int, int], Tensor] = {}   # by address and length
 
     def memory(self, address: int, nbytes: int) -> Tensor:
         """The bytes at an address, as a tensor that does not own them."""
-        return self._view(_Span(address, nbytes))
+        span = address, nbytes
+        if span not in self._views:
+            if len(self._views) == KEPT_VIEWS:
+                self._views.clear()
+            self._views[span] = self._view(_Span(*span))
+        return self._views[span]
 
     def export(self, nbytes: int) -> tuple[Tensor, str]:
         """Allocate zeros. Returns them, and the handle with which others open them. raises: MemoryError"""

@@ -7,12 +7,17 @@ writes a slot again has waited for marks that come after all reads of it, so one
 A mark is the number of meetings so far, written to a flag in the rank's own memory.
 
     all-reduce, large, more than two ranks   every rank adds up a share, then all copy the shares of all
-    all-reduce of a shared buffer            every rank adds up a share in place, and writes it to all buffers
+    all-reduce of a shared buffer            one rank, another in each call, adds up all in place, in all buffers
 
 Ranks meet on the host, in shared memory (channel.py), which costs about a microsecond when they run in step; no rank waits for
 work on the device. Queues could wait for marks without a meeting. But at the meeting each rank learns which call the others make and
 how long their parts are, so that all find the same fault or none; a lost rank is noticed there, by name; and a queue that
 only waits for work which was already submitted can never deadlock, however few queues the hardware has.
+
+A GPU runs the queues of one process at a time, and a switch to another takes longer than the sum of 64 MiB. So in a shared buffer one
+rank adds up all, and the others only wait for it. The next call is summed by the rank before it: where the GPU goes around the
+processes that is the last to come, which finds the others waiting, adds up, and is the first in the round for the call after. So each rank
+has its turn once a call, where shares would take two.
 
 device.py defines what is needed of a device; cuda.py implements it.
 """
@@ -132,7 +137,8 @@ class Rounds:
         blocks, _ = share_memory(channel, device, HEADER + 2 * SLOT)   # never given back: no rank knows when the last one has read them
         self._flags = [flags.add(rank, block[:8].view(torch.int64)) for rank, block in enumerate(blocks)]
         self._slots = [[block[begin:begin + SLOT] for block in blocks] for begin in (HEADER, HEADER + SLOT)]
-        self._met = 0
+        self._met = 0      # meetings so far
+        self._summed = 0   # sums in place so far
         self._row = np.zeros(LENGTHS + 2 * channel.size, np.int64)
         self._table = np.zeros((channel.size, self._row.size), np.int64)
 
@@ -148,7 +154,7 @@ class Rounds:
             self._stage(lanes, 0)
         longest, homes = self._announce(lanes, home)
         if home != NOWHERE and homes == {home}:
-            self._reduce_in_place(lanes, *home)
+            self._reduce_in_place(len(inputs[0]), lanes, *home)
         elif is_large and size > 2:
             for half in lanes.in_shares(rank, size):
                 self._pass(half, max(map(len, (*half.inputs, *half.outputs))), is_staged=False)
@@ -181,18 +187,20 @@ class Rounds:
             if len(piece):
                 self._device.run(partial(slot[lane * width:][:len(piece)].copy_, piece))
 
-    def _meet(self, lanes: Lanes, is_first: bool = False) -> None:
-        """Meet: all ranks have submitted what came before; what is submitted from here on runs after that of all ranks."""
+    def _meet(self, lanes: Lanes, is_first: bool = False, behind: Sequence[int] | None = None) -> None:
+        """Meet: all ranks have submitted what came before; what is submitted from here on runs after that of all ranks, or of `behind`."""
+        rank, behind = self._channel.rank, range(self._channel.size) if behind is None else behind
         self._met += 1
-        self._device.mark(self._flags[self._channel.rank], self._met)
+        if rank in behind:
+            self._device.mark(self._flags[rank], self._met)
         told = (self._row.ctypes.data, self._table.ctypes.data, self._row.nbytes) if is_first else (0, 0, 0)
         why = self._channel.link.run(ALL_GATHER if is_first else BARRIER, BYTES, SUM, 0, *told, lanes.timeout)
         if why:
             self._lost.release_lost()
             raise self._channel.explain(why, KINDS[lanes.kind], lanes.timeout)
-        for rank, flag in enumerate(self._flags):
-            if rank != self._channel.rank:
-                self._device.follow(flag, self._met)
+        for other in behind:
+            if other != rank:
+                self._device.follow(self._flags[other], self._met)
 
     def _take(self, lanes: Lanes, begin: int) -> None:
         """Copy a window of what is for this rank from the slots of the last meeting."""
@@ -210,11 +218,13 @@ class Rounds:
             if len(target) and not is_home:
                 self._device.run(partial(target.copy_, piece))
 
-    def _reduce_in_place(self, lanes: Lanes, region: int, offset: int) -> None:
-        begin, end = (offset + at for at in shares(len(lanes.inputs[0]), self._channel.size)[self._channel.rank])
-        pieces = [part[begin:end] for part in self._regions.parts(region)]
-        self._combine(pieces, pieces, lanes)
-        self._meet(lanes)
+    def _reduce_in_place(self, nbytes: int, lanes: Lanes, region: int, offset: int) -> None:
+        self._summed += 1
+        adder = -self._summed % self._channel.size
+        if adder == self._channel.rank:
+            pieces = [part[offset:offset + nbytes] for part in self._regions.parts(region)]
+            self._combine(pieces, pieces, lanes)
+        self._meet(lanes, behind=[adder])
 
     def _combine(self, targets: list[Tensor], pieces: list[Tensor], lanes: Lanes) -> None:
         if targets and len(targets[0]):
