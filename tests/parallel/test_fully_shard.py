@@ -1058,6 +1058,35 @@ def test_a_sharded_model_cannot_be_copied():
         rl.simulate(2, lambda world: copy.deepcopy(rl.fully_shard(made(), world)))
 
 
+class FixedPoint(Net):
+    """z = f(z) + x, where f is the net. A hook on what it returns solves the linear equation of its gradient, by other backward passes."""
+
+    def forward(self, x):
+        f = lambda z: 0.1 * super(FixedPoint, self).forward(z) + x
+        with torch.no_grad():
+            z = f(f(x))
+        z = f(z)
+        before = z.detach().requires_grad_()
+        after = f(before)
+        z.register_hook(lambda gradient: gradient + torch.autograd.grad(after, before, gradient, retain_graph=True)[0])
+        return z
+
+
+def test_a_hook_that_takes_gradients_inside_of_a_backward_begins_none_of_its_own():
+    expect_as_plain(accumulating, build=FixedPoint)
+
+    def body(world):
+        model, told = rl.fully_shard(made(FixedPoint), world), []
+        for slice_ in model.parameters():
+            slice_.register_post_accumulate_grad_hook(lambda slice_: told.append(id(slice_)))
+        with model.no_sync():
+            mean_square(model, inputs()).backward()
+        mean_square(model, inputs()).backward()
+        return sorted(told) == sorted(id(slice_) for slice_ in model.parameters() if slice_.grad is not None)
+
+    assert rl.simulate(2, body) == [True, True]   # each is told of one mean
+
+
 def test_a_backward_of_a_backward_wants_parameters_that_stay():
     def penalised(model, optimizer, x):
         for _ in range(2):

@@ -361,6 +361,19 @@ def test_a_hook_may_take_gradients_inside_of_the_backward(recomputes):
     expect_as_plain(lambda: drawn(FixedPoint(recomputes)), squares, [ROWS, ROWS * 2], ranks=(2,), stages=(1, 2, 3))
 
 
+class OnlyFixedPoint(FixedPoint):
+    """Nothing comes after it: the hook is on the output of the model."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.last = nn.Sequential()
+
+
+def test_the_output_of_the_model_may_have_a_hook_that_takes_gradients():
+    expect_as_plain(lambda: drawn(OnlyFixedPoint()), squares, [ROWS, ROWS * 2], ranks=(2,), stages=(0, 1, 2, 3))
+    expect_as_plain(lambda: drawn(OnlyFixedPoint()), squares, [ROWS], ranks=(2,), backends=("gloo",), accumulate=2)
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])

@@ -1,7 +1,7 @@
 """What hangs on modules and parameters: hooks and attributes of the user's, which must survive a replacement, and our gradient hooks."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,20 @@ def hook_gradient(param: nn.Parameter, method: Callable[..., None], *args: str |
 
     vars(call)["waits"] = weak
     param.register_post_accumulate_grad_hook(call)
+
+
+def hook_before_others(tensors: Sequence[Tensor], call: Callable[[Tensor], None]) -> None:
+    """Call `call(gradient)` when a backward comes to the first of these tensors, before hooks that they have.
+
+    torch calls the hooks of a tensor in the order in which they were registered. One of these may run a backward inside of the backward,
+    as of an implicit layer, and this must have been told of the outer one before.
+    """
+    # If a view is changed in place later, autograd rebuilds its history from its base, and never calls the view's own hook.
+    hooked = [*tensors, *(tensor._base for tensor in tensors if tensor._base is not None and tensor._base.requires_grad)]
+    earlier = [(hooks, key) for tensor in hooked if (hooks := tensor._backward_hooks) for key in hooks]
+    torch.autograd.graph.register_multi_grad_hook(hooked, call, mode="any")
+    for hooks, key in earlier:
+        hooks[key] = hooks.pop(key)   # to the end
 
 
 def waiting_for(param: Tensor) -> Iterator[Any]:

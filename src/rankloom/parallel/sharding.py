@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import UnitError
-from rankloom.base.hooks import hook_gradient
+from rankloom.base.hooks import hook_before_others, hook_gradient
 from rankloom.base.modes import run_together
 from rankloom.base.scoped import temporarily
 from rankloom.parallel.agree import agree
@@ -299,9 +299,7 @@ class Sharding:
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         if tensors:
             section.calls += 1
-            # If a view is changed in place later, autograd rebuilds its history from its base, and never calls the view's own hook.
-            tensors += [tensor._base for tensor in tensors if tensor._base is not None and tensor._base.requires_grad]
-            torch.autograd.graph.register_multi_grad_hook(tensors, partial(self._before_backward, section), mode="any")
+            hook_before_others(tensors, partial(self._before_backward, section))
         if section.depth:
             return
         if self.gathering.reshards and section is not self.sections[0]:
