@@ -374,6 +374,26 @@ def test_the_output_of_the_model_may_have_a_hook_that_takes_gradients():
     expect_as_plain(lambda: drawn(OnlyFixedPoint()), squares, [ROWS], ranks=(2,), backends=("gloo",), accumulate=2)
 
 
+def squares_of_fixed_point(model, x):
+    """The model is f, and the loss solves z = f(z) + x."""
+    f = lambda z: 0.2 * model(z) + x
+    with torch.no_grad():
+        z = f(f(x))
+    z = f(z)
+    before = z.detach().requires_grad_()
+    after = f(before)
+    total = z.square().sum()
+    slope = lambda gradient: torch.autograd.grad(after, before, gradient, retain_graph=True)[0]
+    z.register_hook(lambda gradient: gradient + slope(gradient))
+    total.register_hook(lambda gradient: None if slope(torch.ones_like(z)).isfinite().all() else gradient * torch.nan)
+    return total, z.numel()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_hooks_of_a_loss_that_take_gradients_may_come_before_the_backward_of_the_model(options):
+    expect_as_plain(lambda: drawn(Line()), squares_of_fixed_point, [ROWS, ROWS * 2], ranks=(2,), stages=(0, 1, 2, 3), **options)
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])

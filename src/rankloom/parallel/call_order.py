@@ -5,11 +5,13 @@ compute with a mixture. So each rank hashes the order of its gathers and reducti
 """
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from rankloom.base.errors import UnitError
 from rankloom.parallel.sections import CALL_ALIKE, Section, is_over
@@ -25,6 +27,7 @@ class Calls:
     unfinished: sections of this pass, by their first call, that backward has still to settle or to release
     order_hash: a hash of the gathers and reductions since the last step ended
     backward:   autograd's number of the running backward
+    outermost:  that of a loss, inside of which any other runs
     """
 
     order: list[Section] = field(default_factory=list)
@@ -34,6 +37,7 @@ class Calls:
     unfinished: list[Section] = field(default_factory=list)
     order_hash: int = 0
     backward: int = -1
+    outermost: int = -1
 
     def begin_pass(self) -> None:
         """A new pass begins."""
@@ -63,11 +67,29 @@ class Calls:
         at = places[min(section.calls, len(places) - 1)]
         return self.order[max(0, at - ahead) : at]
 
-    def begin_backward(self, sections: Iterable[Section]) -> bool:
-        """A backward begins: every section that was called is unfinished. Returns whether autograd runs it."""
+    @contextmanager
+    def all_inside_of(self, loss: Tensor) -> Iterator[Tensor]:
+        """Gives a loss to run backward here, which is known before a backward inside of it has come to a section."""
+        told = loss.view_as(loss)   # the loss itself may have such a hook, which torch would call before ours
+        told.register_hook(self._note_outermost)
+        try:
+            yield told
+        finally:
+            self.outermost = -1
+
+    def _note_outermost(self, gradient: Tensor) -> None:
+        self.outermost = torch._C._current_graph_task_id()
+
+    def begin_backward(self, sections: Sequence[Section]) -> bool:
+        """A backward begins: every section that was called is unfinished. Returns whether it is the one that autograd runs now.
+
+        One inside of that of a loss which leaves no gradients (`torch.autograd.grad`) is none, so that of the loss begins in its place.
+        """
         self.unfinished = sorted((section for section in sections if section.first_call is not None), key=_first_call)
-        self.backward = torch._C._current_graph_task_id()
-        return self.backward != -1
+        now = torch._C._current_graph_task_id()
+        own = self.outermost in (-1, now) or any(section.awaits_more() for section in sections)
+        self.backward = now if own else self.outermost
+        return own and now != -1
 
     def over(self, section: Section) -> list[Section]:
         """The unfinished sections whose backward is over when that of this one begins."""

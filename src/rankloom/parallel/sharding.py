@@ -32,6 +32,7 @@ from rankloom.base.modes import run_together
 from rankloom.base.scoped import temporarily
 from rankloom.parallel.agree import agree
 from rankloom.parallel.call_order import Calls
+from rankloom.parallel.expert import ExpertReplicas
 from rankloom.parallel.follow import Guide
 from rankloom.parallel.reduction_order import Queue
 from rankloom.parallel.sections import Section, inside_of_transform, make_gradients
@@ -68,22 +69,6 @@ class Gathering:
     ahead: int = 1
     hooked: bool = True
     root: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertReplicas:
-    """Parameters of experts, whose gradients are summed over replicas of their own, beside the shard axis.
-
-    together: the ranks of the shard axis, and those to which a forward sends tokens
-    """
-
-    names: frozenset[str]
-    replicas: Group
-    together: Group
-
-    def replicas_of(self, others: Group) -> Callable[[Unit], Group]:
-        """Which group a unit's slices are summed over."""
-        return lambda unit: self.replicas if self.names & unit.params.keys() else others
 
 
 class Sharding:
@@ -311,6 +296,13 @@ class Sharding:
 
     # ------------------------------------------------------------------ backward
 
+    def run_backward(self, loss: Tensor) -> None:
+        """The backward of a loss. Hooks may run others inside of it, even before it has come to the model."""
+        with self._calls.all_inside_of(loss) as told:
+            told.backward()
+        if self._moment is Moment.BACKWARD:   # it began inside of another, so autograd does not tell its end
+            self.end_backward()
+
     def _before_backward(self, section: Section, gradient: Tensor) -> None:
         """Settle and release the sections whose backward is over, gather this one again, and prefetch those called before it."""
         if self.reshards and torch.is_grad_enabled():
@@ -354,13 +346,13 @@ class Sharding:
         """Called by every hook in a backward; the first call begins it."""
         if self._moment is Moment.BACKWARD:
             return
+        for section in self.sections:
+            section.enter_backward()
         if self._calls.begin_backward(self.sections):
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._moment = Moment.BACKWARD
         if self.at:
             self.at(Moment.BACKWARD)
-        for section in self.sections:
-            section.enter_backward()
         self._queue.begin()
 
     def _settle(self, section: Section) -> None:

@@ -31,9 +31,10 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_type
 from rankloom.comm.compress import Summing
 from rankloom.comm.subgroup import Subgroup
+from rankloom.parallel.expert import ExpertReplicas
 from rankloom.parallel.guards import guard_parameters
 from rankloom.parallel.sections import Section, make_units
-from rankloom.parallel.sharding import ExpertReplicas, Gathering, Sharding
+from rankloom.parallel.sharding import Gathering, Sharding
 from rankloom.parallel.wrapping import AUTO, Policy, parameters_of_sections, section_names
 from rankloom.shard.float8_unit import Float8Consumers
 from rankloom.shard.frames import Frames

@@ -327,7 +327,7 @@ class Engine:
             self._measure_scale(totals.clone() if not shards or rows.start == 0 else torch.zeros_like(totals))
         if before is not None:
             self.placement.begin_last_backward(before[1] + totals[1], self.scale.value)
-        (loss * self.scale.value if self.scale.value != 1.0 else loss).backward()
+        self.placement.run_backward(loss * self.scale.value if self.scale.value != 1.0 else loss)
         return totals
 
     def _measure_scale(self, totals: Tensor) -> None:

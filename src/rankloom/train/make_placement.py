@@ -16,9 +16,9 @@ from torch import nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import is_hooked
 from rankloom.parallel.build import FirstValues, SharedValues, give_memory
-from rankloom.parallel.expert import TOKEN_AXES
+from rankloom.parallel.expert import TOKEN_AXES, ExpertReplicas
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.sharding import ExpertReplicas, Sharding
+from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.zero import ShardingStrategy, shard
 from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import Build, Optimizer, give_owners, make_optimizer, needs_whole_matrices, stand_in

@@ -71,6 +71,9 @@ class Placement(Protocol):
         scale: the factor that the losses are multiplied by
         """
 
+    def run_backward(self, loss: Tensor) -> None:
+        """Inside `sync` or `without_reduction`, after the forward."""
+
     def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Finish the sums of all gradients over the ranks. Returns the summed totals, and whether all ranks have the same mark."""
 
@@ -179,6 +182,10 @@ class ReplicatedPlacement:
         """See `Summing.weigh`."""
         with self._waiting():
             self._reducer.summing.weigh(items, scale, [self._world])
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Hooks of the parameters do the rest."""
+        loss.backward()
 
     def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Wait for the buckets."""

@@ -107,6 +107,10 @@ class ShardedPlacement:
         """See `Summing.weigh`."""
         self._summing.weigh(items, scale, (self.sharding.group, self.sharding.replicas))
 
+    def run_backward(self, loss: Tensor) -> None:
+        """See `Sharding.run_backward`."""
+        self.sharding.run_backward(loss)
+
     def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Reductions have ended with the backward. Agree which parameters were used on any rank, and sum the totals."""
         summed, alike = self.sharding.agree(totals, mark)
