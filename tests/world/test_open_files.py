@@ -1,11 +1,15 @@
 """A process that may have few open files gets more where the system allows it, and is told where not: gloo would end it."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
 
 import pytest
+import torch
+
+import rankloom as rl
 
 WORLDS = """
 import resource
@@ -83,7 +87,42 @@ def test_pieces_of_shared_memory_get_room_for_their_files_or_say_what_is_missing
     assert run([sys.executable, "-c", PIECES], 40, 5000).stdout == "[50.0, 50.0]\n"
     refused = run([sys.executable, "-c", PIECES], 40, 60)
     assert refused.returncode == 1
-    assert "ConfigError: a tensor in shared memory needs 4 open files beside the " in refused.stderr
+    assert re.search(r"ConfigError: rank .: buffer in .*, said rank 0: a tensor in shared memory needs 4 open files", refused.stderr)
+
+
+def allow_more_files(files: int) -> None:
+    """So many beside those that this process has."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + files,) * 2)
+
+
+def take_two_tensors(world: rl.World) -> float:
+    """The first is still one open file when the second needs two."""
+    allow_more_files(3)
+    first, (second, _) = world.buffer((2,), torch.float64), world.common_buffer(world.size, torch.float64)
+    world.all_reduce(first.fill_(1.0))
+    return first.sum().item() + second.sum().item()
+
+
+def take_a_tensor_where_rank_1_may_open_nothing(world: rl.World) -> tuple[str, float]:
+    """Afterwards they still can talk."""
+    if world.rank == 1:
+        allow_more_files(1)
+    with pytest.raises(rl.ConfigError) as refused:
+        world.buffer((2,), torch.float64)
+    return str(refused.value), world.all_reduce(torch.ones(1)).item()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
+def test_a_process_needs_room_for_its_own_files_of_a_piece_and_not_for_those_of_other_ranks():
+    assert rl.spawn(3, take_two_tensors, backend="rankloom") == [6.0] * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
+def test_where_one_rank_may_open_no_more_files_all_are_told_of_it():
+    for rank, (said, ranks) in enumerate(rl.spawn(2, take_a_tensor_where_rank_1_may_open_nothing, backend="rankloom")):
+        assert ranks == 2.0
+        assert said.startswith(f"rank {rank}: buffer in group 'world', said rank 1: a tensor in shared memory needs 2 open files beside")
+        assert said.endswith("or use fewer ranks")
 
 
 @pytest.mark.parametrize(("ranks", "said"), [(2, "a launcher of 2 ranks needs 24 open files"), (50, "a launcher of 50 ranks needs 216")])

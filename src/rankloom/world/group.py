@@ -214,7 +214,7 @@ class Group:
         """A tensor of zeros to communicate from; every rank of the group must ask for the same.
 
         If the ranks share a host, all of them map it, and collectives reduce it in place, without a copy.
-        raises: MemoryError on all ranks when there is not enough memory; ShapeMismatch for a size below 0
+        raises: on all ranks, MemoryError when there is not enough memory, ConfigError when one may open no more files; ShapeMismatch
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if min(sizes, default=0) < 0:
@@ -228,7 +228,7 @@ class Group:
 
         If it is, all ranks see what one writes, after a barrier: rank r of p writes [r * n / p : (r + 1) * n / p],
         and nothing has to be gathered. If not, each rank has its own tensor.
-        raises: ShapeMismatch when n is not divisible by p, or ranks ask for different sizes; MemoryError on all ranks
+        raises: ShapeMismatch when n is not divisible by p, or ranks ask for different sizes; MemoryError and ConfigError as `buffer`
         """
         if n % self.size:
             raise ShapeMismatch(f"{self.where('common_buffer')}: {n} elements cannot be cut in {self.size} equal slices; pad them")

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from itertools import count
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from conformance.test_collectives import run_and_check
 from patience import AT_ONCE, wait_until
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankLost, ShapeMismatch
 from rankloom.world.group import Group
-from rankloom.world.transport import dial, levels, standing, wire
+from rankloom.world.transport import buffers, dial, levels, standing, wire
 from rankloom.world.transport.codes import LEFT
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.hosts import HostsChannel
@@ -193,6 +194,18 @@ def test_ranks_of_all_hosts_are_refused_a_buffer_when_one_asks_for_another(ranks
     world = ranks("aab")
     errors = world.errors(lambda rank: world.groups[rank].buffer((4 + (rank == 2),)))
     assert [type(error) for error in errors] == [ShapeMismatch] * 3 and "[4, 'torch.float32']" in str(errors[0])
+
+
+def test_ranks_of_all_hosts_are_refused_a_buffer_when_one_may_open_no_more_files(ranks, monkeypatch):
+    world, calls = ranks("aabb", 5.0), count()
+
+    def refuse_the_first(files, what):
+        if next(calls) == 0:
+            raise ConfigError(f"{what} needs {files} files")
+
+    monkeypatch.setattr(buffers, "make_room", refuse_the_first)
+    errors = world.errors(lambda rank: world.groups[rank].buffer((4,)))
+    assert [type(error) for error in errors] == [ConfigError] * 4 and "a tensor in shared memory needs 4 files" in str(errors[3])
 
 
 # ---------------------------------------------------------------- what travels between hosts

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rankloom.base.errors import ShapeMismatch
+from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.world.open_files import make_room
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import BARRIER
@@ -37,8 +37,8 @@ class Buffers:
         """A tensor of zeros for each rank, which all ranks of the group map; every rank must ask for the same.
 
         The memory is given back when the tensor is gone.
-        raises: MemoryError on all ranks when there is not enough memory, ShapeMismatch when they ask for different sizes; ConfigError
-                on a rank that may open no more files
+        raises: on all ranks: MemoryError when there is not enough memory, ShapeMismatch when they ask for different sizes, ConfigError
+                when the process of a rank may open no more files
         """
         numel = torch.Size(shape).numel()
         if not numel:
@@ -66,21 +66,33 @@ class Buffers:
         return torch.frombuffer(self._map(nbytes), dtype=dtype, count=numel)
 
     def _agree(self, stride: int, parts: int) -> int:
-        """The first number that is free on all ranks; 0 if there is none: then the piece is plain memory, and staged like any other."""
+        """The first number that is free on all ranks; 0 if there is none: then the piece is plain memory, and staged like any other.
+
+        Afterwards each may open the files of a new piece: `_map` begins only when all have been asked, so none counts those of another.
+        """
         channel = self._channel
-        asked = channel.gather_json([stride, available_memory(), list(self._pieces)])
-        strides, memory = [asks for asks, _, _ in asked], min(free for _, free, _ in asked)
+        asked = channel.gather_json([stride, available_memory(), list(self._pieces), os.getpid()])
+        strides, memory = [asks for asks, *_ in asked], min(free for _, free, *_ in asked)
         if len(set(strides)) > 1:
             raise ShapeMismatch(f"{channel.where('buffer')}: ranks ask for different sizes, in bytes: {strides}")
         if stride * parts > memory:
             raise MemoryError(f"{channel.where('buffer')}: {stride * parts:,} bytes of shared memory were asked for "
                               f"({parts} x {stride:,}), {memory:,} are free on this host")
-        taken = {number for _, _, numbers in asked for number in numbers}
+        self._make_room([pid for *_, pid in asked].count(os.getpid()))
+        taken = {number for _, _, numbers, _ in asked for number in numbers}
         return next((number for number in NUMBERS if number not in taken), 0)
+
+    def _make_room(self, ranks: int) -> None:
+        """Let this process open two files for each of its ranks, which may be threads: so many are open while a piece is mapped."""
+        problem = None
+        try:
+            make_room(2 * ranks, "a tensor in shared memory")
+        except ConfigError as error:
+            problem = error
+        self._channel.raise_together(problem, "buffer")
 
     def _map(self, nbytes: int) -> Mapping:
         channel = self._channel
-        make_room(2 * channel.size, "a tensor in shared memory")   # two while it is being mapped; ranks may be threads of one process
         descriptor = create_memory(nbytes) if channel.rank == 0 else -1
         pid, number = channel.gather_json([os.getpid(), descriptor])[0]
         mine = descriptor if channel.rank == 0 else open_memory(pid, number, nbytes)

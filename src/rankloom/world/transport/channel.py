@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankloomError, RankLost
+from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, DeviceError, RankloomError, RankLost
 from rankloom.world.transport import fallback
 from rankloom.world.transport.codes import (
     ABORTED,
@@ -84,6 +84,14 @@ class Channel:
         lengths = self._gather(torch.tensor([len(mine)])).flatten().tolist()
         all_texts = self._gather(torch.nn.functional.pad(mine, (0, max(lengths) - len(mine))))
         return [json.loads(bytes(text[:length].tolist())) for text, length in zip(all_texts, lengths)]
+
+    def raise_together(self, problem: MemoryError | ConfigError | DeviceError | None, label: str) -> None:
+        """Raise on all ranks what a rank could not do, if any could not; returns on all otherwise. A collective."""
+        kinds = {kind.__name__: kind for kind in (MemoryError, ConfigError, DeviceError)}
+        mine = [next(name for name, kind in kinds.items() if isinstance(problem, kind)), str(problem)[:400]] if problem else None
+        for rank, told in zip(self.ranks, self.gather_json(mine)):
+            if told:
+                raise kinds[told[0]](f"{self.where(label)}, said rank {rank}: {told[1]}")
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n] on each rank -> [ranks, n]"""

@@ -108,21 +108,14 @@ def share_memory(channel: Channel, device: Device, nbytes: int) -> tuple[list[Te
     asked = channel.gather_json([nbytes, handle])
     if len({size for size, _ in asked}) > 1:
         raise ShapeMismatch(f"{where}: ranks ask for different sizes, in bytes: {[size for size, _ in asked]}")
-    _raise_together(channel, problem)
+    channel.raise_together(problem, "buffer")
     parts = []
     try:
         parts = [mine if rank == channel.rank else device.open(theirs, nbytes) for rank, (_, theirs) in enumerate(asked)]
     except DeviceError as error:
         problem = error
-    _raise_together(channel, problem)
+    channel.raise_together(problem, "buffer")
     return parts, handle
-
-
-def _raise_together(channel: Channel, problem: MemoryError | DeviceError | None) -> None:
-    said = channel.gather_json(problem and [isinstance(problem, MemoryError), str(problem)[:200]])
-    for rank, told in enumerate(said):
-        if told:
-            raise (MemoryError if told[0] else DeviceError)(f"{channel.where('buffer')}, said rank {channel.ranks[rank]}: {told[1]}")
 
 
 class Flags:

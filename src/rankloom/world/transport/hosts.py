@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankloom.base.errors import ShapeMismatch
+from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.world.transport.address import own_address
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.call import Call, read_call
@@ -58,16 +58,15 @@ class HostsBuffers(Buffers):
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `Buffers.new`. Errors on one host are raised on all."""
-        where, asked = self._channel.where("buffer"), self._channel.gather_json([*shape, str(dtype)])
+        asked = self._channel.gather_json([*shape, str(dtype)])
         if any(other != asked[0] for other in asked):
-            raise ShapeMismatch(f"{where}: ranks ask for different buffers: {asked}")
-        problem, made = "", torch.empty(0)
+            raise ShapeMismatch(f"{self._channel.where('buffer')}: ranks ask for different buffers: {asked}")
+        problem, made = None, torch.empty(0)
         try:
             made = self._of_host.new(shape, dtype)
-        except MemoryError as error:
-            problem = str(error)
-        if problems := [said for said in self._channel.gather_json(problem[:200]) if said]:
-            raise MemoryError(f"{where}, said a rank: {problems[0]}")
+        except (MemoryError, ConfigError) as error:
+            problem = error
+        self._channel.raise_together(problem, "buffer")
         return made
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
