@@ -394,6 +394,17 @@ def test_hooks_of_a_loss_that_take_gradients_may_come_before_the_backward_of_the
     expect_as_plain(lambda: drawn(Line()), squares_of_fixed_point, [ROWS, ROWS * 2], ranks=(2,), stages=(0, 1, 2, 3), **options)
 
 
+def squares_of_checkpoints(model, x):
+    """Two backward passes inside that of the loss, which leave the gradients."""
+    x = x.clone().requires_grad_()
+    y = checkpoint(model, x, use_reentrant=True) + checkpoint(model, 2 * x, use_reentrant=True)
+    return y.square().sum(), y.numel()
+
+
+def test_a_backward_inside_that_of_the_loss_which_leaves_gradients_is_one_of_its_own():
+    expect_as_plain(lambda: drawn(Line()), squares_of_checkpoints, [ROWS, ROWS * 2], ranks=(2,), stages=(2, 3))
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
