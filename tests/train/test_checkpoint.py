@@ -1,7 +1,9 @@
 """`engine.save` and `engine.load`: a run goes on from a checkpoint on any mesh as if it had never stopped, and nothing of it is lost,
 written twice, or half there."""
 
+import json
 import re
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -15,8 +17,10 @@ from rankloom import GPT, GPTConfig
 from rankloom.base.errors import ConfigError, DataError, ModelMismatch, StorageError
 from rankloom.checkpoint import files
 from rankloom.checkpoint.files import read_manifest, sizes_of
+from rankloom.checkpoint.manifest import announce
 from rankloom.models.config import MoEConfig
 from rankloom.models.loss import language_model_loss
+from rankloom.train import checkpoint
 from rankloom.train.fp8 import Recipe
 from rankloom.train.precision import PRECISIONS
 
@@ -119,6 +123,34 @@ def test_no_value_travels_between_ranks(tmp_path):
 
     for sent, whole in rl.simulate(rl.Mesh(shard=2), body):
         assert sent < whole   # of a state of three times that: the names and boxes of tensors, which are small here
+
+
+@pytest.mark.parametrize("p", [2, 8])
+def test_a_save_sends_what_a_rank_holds_once_however_many_ranks_there_are(tmp_path, p):
+    """Every rank had sent it to all others, and held what all of them had told, of which rank 0 alone makes the manifest."""
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
+
+    def body(world):
+        engine = rl.prepare(deepcopy(model), loss=language_model_loss, world=world, stage=0,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        before = world.ledger.bytes
+        engine.save(tmp_path)
+        return world.ledger.bytes - before, len(json.dumps(announce(engine.placement.parts())))
+
+    for sent, text in rl.simulate(p, body)[1:]:
+        assert text < sent < 2 * text   # with the names of parameters in the optimizer's groups, and a few numbers to each rank
+
+
+def test_ranks_that_do_not_hold_all_of_a_tensor_between_them_are_all_told_so_and_write_nothing(tmp_path, monkeypatch):
+    """Rank 0 alone looks at what all announce."""
+    monkeypatch.setattr(checkpoint, "announce", lambda parts: [part for part in announce(parts) if not any(start for start, _ in part.box)])
+
+    def body(world):
+        with pytest.raises(ModelMismatch, match=r"ranks hold \d+ elements of model/.* between them, expected \d+; has a step failed"):
+            engine_of(world, 3).save(tmp_path / "ckpt")
+
+    rl.simulate(3, body)
+    assert not list(tmp_path.iterdir())
 
 
 def bits(engine: rl.Engine) -> list[torch.Tensor]:

@@ -79,7 +79,7 @@ class Manifest:
 
 
 class AnnouncedPart(NamedTuple):
-    """A part without its values, as ranks announce it to each other in JSON."""
+    """A part without its values, as ranks announce it to rank 0 in JSON."""
 
     name: str
     dtype: str
@@ -98,7 +98,7 @@ class AnnouncedPart(NamedTuple):
 
 
 def announce(parts: Iterable[Part]) -> list[AnnouncedPart]:
-    """A rank's parts without values, for the other ranks."""
+    """A rank's parts without values, for rank 0."""
     return [AnnouncedPart(part.name, str(part.values.dtype).removeprefix("torch."), list(part.shape), [list(span) for span in part.box])
             for part in parts if not part.is_copy]
 
@@ -106,7 +106,7 @@ def announce(parts: Iterable[Part]) -> list[AnnouncedPart]:
 def assign_writers(announced: Sequence[Sequence[AnnouncedPart]]) -> list[list[int]]:
     """Which of its parts each rank writes: each box once, by the holder that has the fewest bytes to write so far.
 
-    announced: the parts of each rank, in rank order. All ranks compute the same answer, so nothing more is exchanged
+    announced: the parts of each rank, in rank order
     raises:    ModelMismatch when ranks disagree on the shape or dtype of a tensor, or do not hold all of it between them
     """
     holders: dict[tuple[str, str], list[tuple[int, int]]] = {}

@@ -2,8 +2,9 @@
 
 A box is a rectangular part of a tensor: a start and a stop for each dim.
 
-    save    ranks announce which boxes of which tensors they hold, and agree which rank writes each box: every box is written once
+    save    ranks tell rank 0 which boxes of which tensors they hold, and it tells each which of them to write: every box is written once
             each rank writes its boxes into one file; rank 0 writes the manifest last, and its rename makes the checkpoint valid
+            what grows with the number of ranks goes to rank 0 only
     load    files are checked against their hashes, and shapes against the model, before anything is changed
             each rank reads the boxes that it will hold, from all saved boxes that overlap them
 
@@ -45,6 +46,7 @@ from rankloom.train.checkpoint_parts import MODEL, OPTIMIZER, computed_entries, 
 from rankloom.train.long_work import while_others_wait
 from rankloom.train.state import NEW_RUN, TrainingState, expect_fit, own_parts
 from rankloom.world.connect import World
+from rankloom.world.objects import gather_object, scatter_object
 
 
 def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_run: Mapping[str, Any] | None = None) -> None:
@@ -76,27 +78,35 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
 
 def _write(world: World, folder: Path, parts: list[Part], facts: dict[str, Any]) -> None:
     """Write this rank's file, and as rank 0 the manifest. If that fails, no rank's file is left."""
-    token = world.all_gather_object(uuid.uuid4().hex[:12], label="name of a checkpoint")[0]
-    everyone = world.all_gather_object(announce(parts), label="what ranks hold")   # as JSON, so named tuples arrive as lists
-    announced = [[AnnouncedPart(*fields) for fields in rank] for rank in everyone]
-    shares = assign_writers(announced)
+    everyone = gather_object(world, announce(parts), label="what ranks hold")   # as JSON, so named tuples arrive as lists
+    announced, shares = [[AnnouncedPart(*fields) for fields in rank] for rank in everyone], list[list[int]]()   # empty but on rank 0
+    assign = (lambda: shares.extend(assign_writers(announced))) if world.rank == 0 else None
+    while_others_wait(world, assign, label="which rank writes what")
+    name = uuid.uuid4().hex[:12]
+    token, share = scatter_object(world, [(name, share) for share in shares], label="what to write")
     own = [part for part in parts if not part.is_copy]
-    mine = [own[number] for number in shares[world.rank]]
-    path, written = folder / file_name(token, world.rank), list[SavedFile]()
+    mine = [own[number] for number in share]
+    path, written, manifest = folder / file_name(token, world.rank), list[SavedFile](), list[Manifest]()
     try:
         while_others_wait(world, (lambda: written.append(write_parts(path, mine))) if mine else None, label="write a checkpoint")
+        told = gather_object(world, [[[file.name, file.nbytes, file.sha256] for file in written], facts], label="files of a checkpoint")
+        make = (lambda: manifest.append(_manifest_of(announced, shares, told))) if world.rank == 0 else None
+        while_others_wait(world, make, label="make the manifest of a checkpoint")
     except BaseException:   # it may have failed on another rank
         path.unlink(missing_ok=True)
         raise
-    files = world.all_gather_object([[file.name, file.nbytes, file.sha256] for file in written], label="files of a checkpoint")
-    others = world.all_gather_object(facts, label="facts of a checkpoint")
-    manifest = assemble(announced, shares, [SavedFile(*file[0]) if file else None for file in files], _joined(others))
-    try:
-        problem = _problem(partial(commit, folder, manifest)) if world.rank == 0 else None
+    try:   # not in a thread, which would go on to replace the manifest when this rank has given up
+        problem = _problem(partial(commit, folder, manifest[0])) if world.rank == 0 else None
         world.agree(problem, error=StorageError, label="commit a checkpoint")
     except StorageError:   # only this error: when a rank is lost now, the commit may already have happened
         path.unlink(missing_ok=True)
         raise
+
+
+def _manifest_of(announced: list[list[AnnouncedPart]], shares: list[list[int]], told: list[Any]) -> Manifest:
+    """told: by each rank, its file, if it has written one, and its facts"""
+    files = [SavedFile(*file[0]) if file else None for file, _ in told]
+    return assemble(announced, shares, files, _joined([facts for _, facts in told]))
 
 
 def _folder(world: World, given: Any) -> Path:
@@ -126,7 +136,8 @@ def _begin(folder: Path, parts: list[Part], facts: Mapping[str, Any], state: Tra
         if not _is_json(value):
             raise ConfigError(f"{name} cannot be in a checkpoint, which has no pickle: it is a {type(value).__name__}, or holds a value "
                               "that JSON cannot. Keep numbers, strings, None, and lists and dicts of these by name; tensors as buffers")
-    expect_free(folder)
+    if state.world.rank == 0:   # it writes the manifest; that of an earlier checkpoint may be large, and would be read by every rank
+        expect_free(folder)
 
 
 def _make(folder: Path, until: ExitStack | None) -> None:
