@@ -1,10 +1,13 @@
 """Debug mode: calls that do not match are found before any byte moves, on every rank, with both call sites."""
 
 import gc
+import json
 import re
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -227,6 +230,61 @@ def test_a_message_that_its_receiver_does_not_expect_is_refused_and_both_call_si
 def test_a_message_may_have_another_shape_than_what_it_is_received_in():
     into = torch.zeros(2, 2)
     assert over_gloo(torch.ones(4), into) == [None, None] and into.all()
+
+
+CALL = Fingerprint("broadcast", "[1]", "int64", "x", "here:1")
+
+
+class Counted:
+    """A store that counts what it is asked for."""
+
+    def __init__(self):
+        self._store, self.checked, self.read = dist.HashStore(), [], []
+
+    def check(self, keys):
+        self.checked.append(len(keys))
+        return self._store.check(keys)
+
+    def multi_get(self, keys):
+        self.read.append(len(keys))
+        return self._store.multi_get(keys)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def compared_by(inspectors, call) -> list[Exception | None]:
+    """What `check` raises on each rank, all in threads of their own."""
+    with ThreadPoolExecutor(len(inspectors)) as ranks:
+        return [rank.exception() for rank in [ranks.submit(inspector.check, call(inspector.rank)) for inspector in inspectors]]
+
+
+@pytest.mark.parametrize("p", [2, 64])
+def test_one_rank_reads_the_calls_of_all_and_the_others_wait_for_one_key(p):
+    """If each rank reads each, p ranks ask the store for p^2 keys at every call, and again whenever they look who has come."""
+    store, calls = Counted(), 3
+    inspectors = [debug.Inspector(store, rank, range(p), 60.0) for rank in range(p)]
+    for _ in range(calls):
+        assert compared_by(inspectors, lambda rank: replace(CALL, site=f"here:{rank}")) == [None] * p
+    assert store.read == [p] * calls and {*store.checked} <= {1}
+    assert store.num_keys() <= 2 * p + 2 + 1   # a call and the last call of each, and what was found; HashStore may have one of its own
+    for rank, error in enumerate(compared_by(inspectors, lambda rank: replace(CALL, label=str(rank == 1)))):
+        assert type(error) is rl.CollectiveMismatch and str(error).startswith(f"rank {rank}: collective number 4 of this group is not")
+        assert str(error).count("labelled 'False'") == p - 1 and "rank 1: broadcast of int64[1] labelled 'True' at here:1" in str(error)
+
+
+def test_the_rank_that_is_missing_among_many_is_found_with_few_questions():
+    p, missing, store = 256, 77, Counted()
+    for rank in {*range(p)} - {missing}:
+        store.set(f"call/1/{rank}", "")
+        store.set(f"last/{rank}", json.dumps(asdict(CALL) | {"call": 1}))
+    with pytest.raises(rl.CollectiveTimeout) as error:
+        debug.Inspector(store, 0, range(p), 0.3).check(CALL)
+    said = str(error.value)
+    assert said.startswith("rank 0: rank 77 did not come to collective number 1 within 0.3 s.")
+    assert said.count("call 1, broadcast") == p - 1 and "rank 77: has made no call yet\n" in said
+    looks = store.checked[store.checked.index(p):]
+    assert len(looks) <= 2 * (1 + 2 * 8 + 1)   # halves of the ranks: who has not come, and who has made a call; two for each rank before
 
 
 def test_messages_are_compared_by_their_tags_in_both_directions_and_leave_the_store_small():

@@ -2,7 +2,8 @@
 
 Without it, two same-shape collectives issued in swapped order silently add the wrong tensors, a wrong dtype
 does so too, and a skipped call only times out. With it (`RANKLOOM_DEBUG=1`), every rank writes each of its calls
-to the group's key-value store under the number of the call, and reads those of the others. A difference raises
+to the group's key-value store under the number of the call. The rank that comes last reads and compares them all, and writes what it
+has found, which the others wait for: if each read each, p ranks would ask the store for p^2 keys. A difference raises
 `CollectiveMismatch` on all ranks with both call sites; a silent rank is named with the last call that it made.
 
 An asynchronous call is compared, and then started, in a thread of its group, so that its caller can go on: groups, threads and
@@ -13,7 +14,7 @@ at the time-out. When the process that keeps the store ends (rank 0, or torchrun
 
 Messages from one rank to another are compared by their two ends (debug_messages.py).
 
-Cost: two writes and two reads of the store per call, about a millisecond. Off by default.
+Cost: three writes and two reads of the store per call and rank, one or two milliseconds. Off by default.
 """
 
 import atexit
@@ -34,6 +35,7 @@ from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from rankloom.world.debug_messages import Announced, Messages
 from rankloom.world.debug_queue import Queue, Start
 from rankloom.world.transport.ask import ask
+from rankloom.world.transport.meet import unset_keys
 
 SHORTEST_NAP, LONGEST_NAP = 1e-4, 2e-2   # seconds between two reads of the store; other threads use it meanwhile
 LOOK_AROUND = 0.2                        # seconds between two checks whether the others are still there
@@ -71,6 +73,17 @@ def unmet_rows(calls: Sequence[Fingerprint], ranks: Sequence[int]) -> str | None
                 return (f"Rank {ranks[here]} sends {sends[there]} rows to rank {ranks[there]}, which expects {expects[here]}; "
                         "recv_rows must say of each rank what it gives as send_rows for this one.")
     return None
+
+
+def difference(calls: Sequence[Fingerprint], ranks: Sequence[int]) -> str:
+    """What is wrong with a call that all ranks are about to make, with a line for each of them; "" if nothing is. `ranks`: their names"""
+    agreed = all(calls[0].agrees_with(call) for call in calls)
+    unmet = unmet_rows(calls, ranks) if agreed else None
+    if agreed and not unmet:
+        return ""
+    table = "\n".join(f"  rank {rank}: {call}" for rank, call in zip(ranks, calls))
+    return (f"{'deals rows that do not meet' if unmet else 'is not the same on all ranks'}:\n{table}\n"
+            + (unmet or "Every rank must make the same calls in the same order; look at the call sites that differ."))
 
 
 class Inspector:
@@ -121,29 +134,31 @@ class Inspector:
 
     def _compare(self, mine: Fingerprint) -> None:
         self.calls += 1
-        all_calls = self.ask(partial(self._tell_all, mine))
-        agreed = all(mine.agrees_with(call) for call in all_calls)
-        unmet = unmet_rows(all_calls, self.ranks) if agreed else None
-        if unmet or not agreed:
-            table = "\n".join(f"  rank {rank}: {call}" for rank, call in zip(self.ranks, all_calls))
-            raise CollectiveMismatch(
-                f"{self._where} {'deals rows that do not meet' if unmet else 'is not the same on all ranks'}:\n{table}\n"
-                + (unmet or "Every rank must make the same calls in the same order; look at the call sites that differ.")
-            )
+        if problem := self.ask(partial(self._problem, mine)):
+            raise CollectiveMismatch(f"{self._where} {problem}")
 
-    def _tell_all(self, mine: Fingerprint) -> list[Fingerprint]:
-        keys = {rank: self._key(rank) for rank in range(len(self.ranks))}
+    def _problem(self, mine: Fingerprint) -> str:
+        """What is wrong with this call of all ranks, or nothing."""
+        call, keys = self.calls, {rank: self._key(rank) for rank in range(len(self.ranks))}
         self.store.set(keys[self.rank], json.dumps(asdict(mine)))
-        self.store.set(f"last/{self.rank}", json.dumps(asdict(mine) | {"call": self.calls}))
-        self.wait_for(keys, f"collective number {self.calls}")
-        if self.calls > 1:
-            self.store.delete_key(self._key(self.rank, self.calls - 1))   # all have moved past it
-        return [Fingerprint(**json.loads(text)) for text in self.store.multi_get([*keys.values()])]
+        self.store.set(f"last/{self.rank}", json.dumps(asdict(mine) | {"call": call}))
+        past = [self._key(self.rank, call - 1)] if call > 1 else []   # all have moved past it
+        if self.store.add("came", 1) == call * len(self.ranks):
+            texts = self.store.multi_get([*keys.values()])
+            found = difference([Fingerprint(**json.loads(text)) for text in texts], self.ranks)
+            self.store.set(f"found/{call}", found)
+            past.append(f"found/{call - 1}")
+        else:
+            self.wait_for(keys, f"collective number {call}", until=f"found/{call}")
+            found = self.store.get(f"found/{call}").decode()
+        for key in past:
+            self.store.delete_key(key)
+        return found
 
     def where_is_everyone(self) -> str:
         """One line per rank: the last call it announced."""
         try:
-            return self.ask(lambda: "\n".join(f"  rank {name}: {self._last_call(rank)}" for rank, name in enumerate(self.ranks)), 0.0)
+            return self.ask(self._last_calls, 0.0)
         except (RankLost, CollectiveTimeout) as error:
             return f"  not known. {error}"
 
@@ -168,21 +183,27 @@ class Inspector:
         self._closed, self._gone = True, tuple   # a closed group must not keep the connection, which `_gone` refers to
         self._queue.drain(PATIENCE)
 
-    def _last_call(self, rank: int) -> str:
-        if not self.store.check([f"last/{rank}"]):
-            return "has made no call yet"
-        last = json.loads(self.store.get(f"last/{rank}"))
-        return f"call {last.pop('call')}, {Fingerprint(**last)}"
+    def _last_calls(self) -> str:
+        keys = {rank: f"last/{rank}" for rank in range(len(self.ranks))}
+        silent = {*self._silent(keys)}
+        came = [rank for rank in keys if rank not in silent]
+        lines = dict.fromkeys(silent, "has made no call yet")
+        for rank, text in zip(came, self.store.multi_get([keys[rank] for rank in came]) if came else ()):
+            last = json.loads(text)
+            lines[rank] = f"call {last.pop('call')}, {Fingerprint(**last)}"
+        return "\n".join(f"  rank {name}: {lines[rank]}" for rank, name in enumerate(self.ranks))
 
-    def wait_for(self, keys: Mapping[int, str], what: str) -> None:
+    def wait_for(self, keys: Mapping[int, str], what: str, until: str | None = None) -> None:
         """Wait until these ranks have written their keys. Polls: while a thread waits inside the store, no other thread can use it.
 
         what:   which call, for error messages
+        until:  the key that the last of them writes then, to wait for in their place; they tell who is missing
         raises: CollectiveTimeout, RankLost
         """
         begin = looked = time.monotonic()
         nap = SHORTEST_NAP
-        while not self.store.check([*keys.values()]):
+        awaited = [*keys.values()] if until is None else [until]
+        while not self.store.check(awaited):
             now = time.monotonic()
             if self._closed:
                 raise RankLost(f"{self._me}: {what} of this group was not made: this rank has closed the group")
@@ -202,12 +223,14 @@ class Inspector:
                                    f"Who is where:\n{self.where_is_everyone()}")
 
     def _too_late(self, silent: Sequence[int], what: str) -> CollectiveTimeout:
-        who = ", ".join(f"rank {self.ranks[rank]}" for rank in silent)
+        who = ", ".join(f"rank {self.ranks[rank]}" for rank in silent) or "the rank that came last, and has not told what it found,"
         return CollectiveTimeout(f"{self._me}: {who} did not come to {what} within {self.timeout:g} s. "
                                  f"Who is where:\n{self.where_is_everyone()}")
 
     def _silent(self, keys: Mapping[int, str]) -> list[int]:
-        return [rank for rank, key in keys.items() if not self.store.check([key])]
+        unset = {*unset_keys(self.store, [*keys.values()])}
+        self.store.check([*keys.values()][:1])   # raises if the store has ended: then all seem to be unset
+        return [rank for rank, key in keys.items() if key in unset]
 
     @property
     def _where(self) -> str:
