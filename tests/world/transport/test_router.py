@@ -146,6 +146,51 @@ def test_a_message_asks_only_where_its_two_ends_are(monkeypatch):
     plain.close()
 
 
+class Counted:
+    """A store that notes for which keys it is asked."""
+
+    def __init__(self, store):
+        self._store, self.awaited, self.read = store, [], []
+
+    def wait(self, keys, *timeout):
+        self.awaited += keys
+        self._store.wait(keys, *timeout)
+
+    def get(self, key):
+        self.read.append(key)
+        return self._store.get(key)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def test_a_collective_asks_once_where_all_are_and_one_rank_collects_it(monkeypatch):
+    """If each rank waits for each, the store holds p^2 waits."""
+    plain = Ranks(3)
+    routers = [DeviceRouter(group, 60.0) for group in plain.groups]
+    for asking in routers:
+        asking._store = Counted(asking._store)
+    pretend_gpus(monkeypatch, lambda rank: "aab"[rank])
+    pair = plain.run(lambda rank: routers[rank].carrier(GPU, (0, 1)) if rank < 2 else None)   # rank 0 makes no collective until rank 2 has
+    late = plain.run(lambda rank: routers[rank].carrier(GPU) if rank else None)
+    all_of_them = plain.run(lambda rank: routers[rank].carrier(GPU))
+    monkeypatch.undo()
+    assert isinstance(pair[0], DeviceGroup) and isinstance(late[1], ThroughHost) and all_of_them[1:] == late[1:]
+    assert [asking._store.awaited[-1] for asking in routers] == [asking._store.read[-1] for asking in routers] == ["places"] * 3
+    assert len(routers[2]._store.awaited) == len(routers[2]._store.read) == 1
+    assert len({tuple(asking._places.items()) for asking in routers}) == 1
+    plain.close()
+
+
+def test_a_message_to_itself_in_a_group_of_two_does_not_wait_for_the_other(monkeypatch):
+    plain = Ranks(2)
+    one = DeviceRouter(plain.groups[0], 1.0)
+    pretend_gpus(monkeypatch, lambda rank: "a")
+    one.carrier(GPU, (0, 0))
+    monkeypatch.undo()
+    plain.close()
+
+
 def test_a_part_of_a_group_waits_on_its_device_too_for_as_long_as_it_was_told(monkeypatch):
     plain = Ranks(2)
     routers = [DeviceRouter(group, 20.0) for group in plain.groups]

@@ -147,7 +147,7 @@ def _who_misses(part: dist.Store, missing: Sequence[int], size: int) -> tuple[li
 def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float, *, until: str | None = None) -> None:
     """Wait until every key is set; `keys` tells which rank sets each.
 
-    until: the key that rank 0 sets when it has seen them all, to wait for in their place; they tell who is missing
+    until: the key that one rank sets when it has seen them all, to wait for in their place; they tell who is missing
     """
     begin = time.monotonic()
     try:

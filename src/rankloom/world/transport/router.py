@@ -5,7 +5,8 @@
     on CUDA, all ranks share the GPU of one host  its memory (device_group.py)
     on CUDA, else                                 through the host, as CPU tensors
 
-For CUDA the choice is made at the first such call: every rank tells the others, in the store, which GPU of which host it uses.
+For CUDA the choice is made at the first such call: every rank tells the others, in the store, which GPU of which host it uses. The last
+of them collects that, and the others read it: if each waited for each, the store would hold p^2 waits.
 For a message between two ranks, only these two count.
 """
 
@@ -33,6 +34,7 @@ from rankloom.world.transport.through_host import ThroughHost
 from rankloom.world.transport.work import AsBackend, Work
 
 SHARED, NCCL, HOST = "one GPU for all", "a GPU for each", "through the host"
+ALL_PLACES = "places"   # the key of what all ranks told
 COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single",
     "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
@@ -110,8 +112,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
                                     "far; one rank of a group uses one device")
             if self._device is None:
                 self._device = device
-                gpu = str(torch.cuda.get_device_properties(device).uuid)
-                self._store.set(f"place/{self.rank()}", json.dumps(asdict(GpuPlace(this_host(), gpu, os.getpid()))))
+                self._tell(GpuPlace(this_host(), str(torch.cuda.get_device_properties(device).uuid), os.getpid()))
             kind = choose_carrier(self._find([*ranks] or range(self.size())))
             if kind not in self._carriers:
                 self._carriers[kind] = self._make(kind, device)
@@ -122,9 +123,19 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
         self.carrier(device)
         return any(choose_carrier(pair) == NCCL for pair in combinations(self._places.values(), 2))
 
+    def _tell(self, place: GpuPlace) -> None:
+        """The rank that comes last collects what all tell, not rank 0: that may exchange messages long before its first collective."""
+        self._store.set(f"place/{self.rank()}", json.dumps(asdict(place)))
+        if self._store.add("came", 1) == self.size():
+            texts = self._store.multi_get([f"place/{rank}" for rank in range(self.size())])
+            self._store.set(ALL_PLACES, json.dumps([json.loads(text) for text in texts]))
+
     def _find(self, ranks: Sequence[int]) -> list[GpuPlace]:
         missing = {f"place/{rank}": rank for rank in ranks if rank not in self._places}
-        if missing:
+        if missing and len({*ranks}) == self.size():
+            wait_for(self._store, missing, self.rank(), self._timeout, until=ALL_PLACES)
+            self._places = {rank: GpuPlace(**told) for rank, told in enumerate(json.loads(self._store.get(ALL_PLACES)))}
+        elif missing:
             wait_for(self._store, missing, self.rank(), self._timeout)
             self._places |= {rank: GpuPlace(**json.loads(self._store.get(key))) for key, rank in missing.items()}
         return [self._places[rank] for rank in ranks]
