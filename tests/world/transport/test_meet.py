@@ -1,8 +1,10 @@
 """Who meets in a store that others have used before."""
 
+import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from rankloom.base.errors import RankLost
 from rankloom.world import connect
 from rankloom.world.connect import World
 from rankloom.world.transport import process_group
-from rankloom.world.transport.meet import hear_all, name_of, start_afresh, unset_keys
+from rankloom.world.transport.meet import hear_all, map_together, name_of, start_afresh, unset_keys
 from rankloom.world.transport.process_group import SharedMemoryGroup
 
 P = 3
@@ -70,6 +72,45 @@ def test_a_store_that_is_gone_is_a_rank_that_is_lost_whatever_is_asked():
     for _ in range(2):   # the second time the connection is known to be broken
         with pytest.raises(RankLost, match="rank 1: the store in which ranks meet closed"):
             hear_all(client, "it", 1, 2, 1.0, "this")
+
+
+class Counted:
+    """A store that notes, by the last key of each wait, for how many keys it was."""
+
+    def __init__(self):
+        self._store, self.awaited = dist.HashStore(), defaultdict(list)
+
+    def wait(self, keys, *timeout):
+        self.awaited[keys[-1]].append(len(keys))
+        self._store.wait(keys, *timeout)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def mapped_by(store, names):
+    """What `map_together` does on each rank, which has the kernel of its name; the descriptors are closed by it."""
+    kernels = [{name: SimpleNamespace(segment_size=lambda size: 4096)} for name in names]
+    with ThreadPoolExecutor(len(names)) as ranks:
+        return [ranks.submit(map_together, store, rank, len(names), held, AT_ONCE) for rank, held in enumerate(kernels)]
+
+
+@pytest.mark.parametrize("p", [2, 33])
+def test_the_ranks_of_a_host_map_memory_with_one_wait_for_all_and_two_for_each(p):
+    """If each waits for each, the store holds p^2 waits."""
+    store = Counted()
+    memories = [rank.result() for rank in mapped_by(store, ["C"] * p)]
+    memories[-1][0][:3] = b"abc"
+    assert all(memory[:3] == b"abc" and kernel == "C" and cores == len(os.sched_getaffinity(0)) for memory, kernel, cores in memories)
+    assert store.awaited == {"memory/0": [1] * (p - 1), f"mapped/{p - 1}": [p], "mapped, of all": [1] * (p - 1)}
+
+
+@pytest.mark.parametrize("lacking", [1, 2])
+def test_a_rank_that_cannot_map_the_memory_tells_all_others_why(lacking):
+    for rank, made in enumerate(mapped_by(dist.HashStore(), ["Python" if rank == lacking else "C" for rank in range(3)])):
+        said = f"rank {lacking}: rank 0 uses the part of rankloom written in C, which this installation lacks"
+        assert type(made.exception()) is (rl.ConfigError if rank == lacking else RankLost) and said in str(made.exception())
+        assert rank == lacking or str(made.exception()).startswith(f"rank {rank}: rank {lacking} could not share memory: ")
 
 
 MANY = 4096   # ranks, whose numbers in a row are 19 KiB

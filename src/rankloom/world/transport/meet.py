@@ -266,9 +266,8 @@ def map_together(store: dist.Store, rank: int, size: int, kernels: dict[str, Any
             for what in ("memory", "mapped"):
                 store.set(f"{what}/{rank}", json.dumps(str(error)))
         raise
-    store.set(f"mapped/{rank}", json.dumps(sorted(os.sched_getaffinity(0))))
     try:
-        cores = _hear(store, "mapped", range(size), rank, timeout)
+        cores = _understood(hear_all(store, "mapped", rank, size, timeout, json.dumps(sorted(os.sched_getaffinity(0)))), rank)
     finally:
         os.close(descriptor)   # not needed any more
     return mapping, kernel, len(set().union(*cores))
@@ -285,7 +284,8 @@ def _create(store: dist.Store, size: int, kernels: dict[str, Any]) -> tuple[Mapp
 
 
 def _join(store: dist.Store, rank: int, size: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, int, str]:
-    pid, number, kernel = _hear(store, "memory", [0], rank, timeout)[0]
+    wait_for(store, {"memory/0": 0}, rank, timeout)
+    pid, number, kernel = _understood([store.get("memory/0")], rank)[0]
     if kernel not in kernels:
         raise ConfigError(f"rank {rank}: rank 0 uses the part of rankloom written in {kernel}, which this installation lacks; "
                           "install both alike (a C compiler must be there)")
@@ -303,11 +303,10 @@ def map_memory(descriptor: int, nbytes: int) -> Mapping:
         raise
 
 
-def _hear(store: dist.Store, what: str, ranks: Sequence[int], rank: int, timeout: float) -> list[Any]:
-    """What other ranks have told. raises: RankLost if one told why it cannot go on, or did not come"""
-    wait_for(store, {f"{what}/{other}": other for other in ranks}, rank, timeout)
-    told = [json.loads(store.get(f"{what}/{other}")) for other in ranks]
-    for other, problem in zip(ranks, told):
+def _understood(told: Sequence[str | bytes], rank: int) -> list[Any]:
+    """What ranks 0, 1, ... have told, from JSON. raises: RankLost if one told why it cannot go on"""
+    values = [*map(json.loads, told)]
+    for other, problem in enumerate(values):
         if isinstance(problem, str):
             raise RankLost(f"rank {rank}: rank {other} could not share memory: {problem}")
-    return told
+    return values
