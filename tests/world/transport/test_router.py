@@ -121,6 +121,21 @@ def test_ranks_tell_each_other_their_gpus_at_the_first_call_and_agree(monkeypatc
     plain.close()
 
 
+def test_a_carrier_that_is_known_is_not_chosen_again(monkeypatch):
+    """Every call asks for it."""
+    plain = Ranks(2)
+    routers = [DeviceRouter(group, 20.0) for group in plain.groups]
+    pretend_gpus(monkeypatch, lambda rank: "a")
+    ask = lambda rank: (routers[rank].carrier(GPU), routers[rank].carrier(GPU, (0, 1)))
+    chosen = plain.run(ask)
+    for each in routers:
+        monkeypatch.setattr(each, "_find", None)
+    again = plain.run(ask)
+    monkeypatch.undo()
+    assert all(a is b for first, second in zip(chosen, again) for a, b in zip(first, second))
+    plain.close()
+
+
 @pytest.mark.parametrize("gpus, in_order", [("aaa", False), ("abc", True), ("aab", True)])
 def test_messages_come_in_the_order_of_sending_where_nccl_carries_some_of_them(monkeypatch, gpus, in_order):
     plain = Ranks(3)

@@ -14,7 +14,7 @@ import datetime
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
@@ -75,6 +75,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
         self._device: torch.device | None = None
         self._places: dict[int, GpuPlace] = {}
         self._carriers: dict[str, Any] = {}
+        self._known: dict[tuple[torch.device, tuple[int, ...]], Any] = {}   # what was chosen before, for all later calls
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -100,11 +101,14 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
 
     # ------------------------------------------------------------------ what carries CUDA tensors
 
-    def carrier(self, device: torch.device, ranks: Iterable[int] = ()) -> Any:
+    def carrier(self, device: torch.device, ranks: tuple[int, ...] = ()) -> Any:
         """The group for CUDA tensors of some ranks, by default all. The first time, each of these ranks must call this.
 
         raises: RankLost with the ranks that do not come, ShapeMismatch if this rank has used another device so far
         """
+        return self._known.get((device, ranks)) or self._choose(device, ranks)
+
+    def _choose(self, device: torch.device, ranks: tuple[int, ...]) -> Any:
         with self._lock:
             device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
             if self._device not in (None, device):
@@ -113,9 +117,10 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
             if self._device is None:
                 self._device = device
                 self._tell(GpuPlace(this_host(), str(torch.cuda.get_device_properties(device).uuid), os.getpid()))
-            kind = choose_carrier(self._find([*ranks] or range(self.size())))
+            kind = choose_carrier(self._find(ranks or range(self.size())))
             if kind not in self._carriers:
                 self._carriers[kind] = self._make(kind, device)
+            self._known[device, ranks] = self._carriers[kind]
             return self._carriers[kind]
 
     def in_order(self, device: torch.device) -> bool:
@@ -172,7 +177,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
             args, kwargs = first_form(name, args, kwargs), {}
         return self._noted(getattr(self._for([args, [*kwargs.values()]]), name)(*args, **kwargs))
 
-    def _for(self, tensors: Any, ranks: Iterable[int] = ()) -> Any:
+    def _for(self, tensors: Any, ranks: tuple[int, ...] = ()) -> Any:
         device = next((x.device for x in listed_tensors(tensors)), None)
         return self.cpu if device is None or device.type != "cuda" else self.carrier(device, ranks)
 
