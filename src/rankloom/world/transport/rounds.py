@@ -24,7 +24,7 @@ device.py defines what is needed of a device; cuda.py implements it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -56,6 +56,7 @@ GRAIN = 256              # bytes: lanes and shares begin at multiples of it, so 
 IN_SHARES = 1 << 20      # bytes from which adding up everything on every rank costs more than a second meeting
 REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
 DEALT = (REDUCE_SCATTER, SCATTER, ALL_TO_ALL)   # another lane for each rank
+KEPT = 256               # different calls that are remembered: what was made of them holds when they come again
 HOME, LENGTHS = 5, 7                            # indices in the row that a rank sends at the first meeting of a call
 
 
@@ -126,6 +127,14 @@ def find_fault(table: np.ndarray, ranks: Sequence[int]) -> str | None:
     return None
 
 
+@lru_cache(KEPT)
+def read_rows(rows: bytes, ranks: Sequence[int]) -> tuple[str | None, int, set[tuple[int, int]]]:
+    """What is wrong with the rows of all ranks, or None; the longest lane; the regions of the inputs. Most calls come again and again."""
+    table = np.frombuffer(rows, np.int64).reshape(len(ranks), -1)
+    homes = {(region, offset) for region, offset in table[:, HOME:LENGTHS].tolist()}
+    return find_fault(table, ranks), int(table[:, LENGTHS:LENGTHS + len(ranks)].max()), homes
+
+
 # ------------------------------------------------------------------ collectives
 
 
@@ -163,13 +172,12 @@ class Rounds:
 
     def _announce(self, lanes: Lanes, home: tuple[int, int]) -> tuple[int, set[tuple[int, int]]]:
         """The first meeting. Returns the longest lane of all ranks, and the regions of their inputs."""
-        size = self._channel.size
-        self._row[:] = lanes.row(home, size)
+        self._row[:] = lanes.row(home, self._channel.size)
         self._meet(lanes, is_first=True)
-        if fault := find_fault(self._table, self._channel.ranks):
+        fault, longest, homes = read_rows(self._table.tobytes(), self._channel.ranks)
+        if fault:
             raise CollectiveMismatch(f"{self._channel.where(KINDS[lanes.kind])}: {fault}")
-        homes = {(region, offset) for region, offset in self._table[:, HOME:LENGTHS].tolist()}
-        return int(self._table[:, LENGTHS:LENGTHS + size].max()), homes
+        return longest, homes
 
     def _pass(self, lanes: Lanes, longest: int, is_staged: bool) -> None:
         """Run all windows; the first may have been staged, and its meeting held, already."""
