@@ -208,6 +208,35 @@ def test_rows_that_were_found_right_are_not_looked_through_again(ranks, monkeypa
     rounds.read_rows.cache_clear()   # it remembers what the pretended check said
 
 
+def test_views_of_the_arguments_of_a_call_are_not_made_again_when_it_comes_again(ranks, monkeypatch):
+    def body(group, rank):
+        tensors = torch.ones(3), group.buffer((4096,)), torch.ones(4096)
+        for x in tensors:
+            group.allreduce([x]).wait()
+        view, made = group._device.memory, []
+        monkeypatch.setattr(group._device, "memory", lambda *span: made.append(span) or view(*span))
+        for turn in range(4):
+            for x in tensors:
+                group.allreduce([x.fill_(rank + turn)]).wait()
+                assert x.eq(2 * turn + 1).all()
+        group.allreduce([tensors[0][:2].fill_(5)]).wait()
+        return tensors[0].tolist(), len(made)
+
+    assert ranks(2).each(body) == [([10.0, 10.0, 7.0], 2)] * 2, "one to read and one to write, for the call that is new"
+
+
+def test_a_shared_buffer_in_the_place_of_one_that_is_gone_is_summed_in_its_own_memory(ranks):
+    def body(group, rank):
+        for turn in range(6):
+            x = group.buffer((4096,)).fill_(rank + turn)
+            group.allreduce([x]).wait()
+            assert x.eq(3 * turn + 3).all()
+            del x
+            gc.collect()
+
+    ranks(3).each(body)
+
+
 # ---------------------------------------------------------------- what goes wrong
 
 

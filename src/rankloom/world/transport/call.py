@@ -20,6 +20,8 @@ from rankloom.world.transport.operands import NUMBERS
 KEPT = 32 << 20   # bytes of the largest piece of scratch memory that is kept for reuse
 EMPTY = np.empty(0, np.uint8)
 DTYPES = list(NUMBERS)
+Said = tuple[int, int, int, int, int]
+Spans = list[tuple[int, int]]
 OWN_LENGTHS = (ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, REDUCE_SCATTER)   # each pair of ranks may have another length
 
 
@@ -32,7 +34,7 @@ class Call:
     outputs: one lane for each rank that sends something, or one; none if this rank gets nothing
     """
 
-    said: tuple[int, int, int, int, int]
+    said: Said
     inputs: Sequence[np.ndarray]
     outputs: Sequence[np.ndarray]
     timeout: float
@@ -70,8 +72,11 @@ class Call:
         return [lane for lanes in (has, expects) for lane in (lanes * size if len(lanes) == 1 else lanes or [-1] * size)]
 
 
-def read_call(rank: int, size: int, said: Sequence[int], source: int, target: int, lengths: int | bytes, *, timeout: float) -> Call:
-    """The call of a rank, from the arguments of a kernel: kind, number, op and root; addresses to read and to write; lengths."""
+def read_spans(rank: int, size: int, said: Sequence[int], source: int, target: int, lengths: int | bytes) -> tuple[Said, Spans, Spans]:
+    """What a rank says of a call, as in `Call`, and the address and length of each lane that it reads and of each that it writes.
+
+    These are the arguments of a kernel: kind, number, op and root; addresses to read and to write; lengths.
+    """
     kind, number, op, root = said
     in_lanes = {BROADCAST: int(rank == root), SCATTER: size * (rank == root), REDUCE_SCATTER: size, ALL_TO_ALL: size}.get(kind, 1)
     is_heard = rank == root if kind in (REDUCE, GATHER) else not (kind == BROADCAST and rank == root)
@@ -81,10 +86,16 @@ def read_call(rank: int, size: int, said: Sequence[int], source: int, target: in
     else:
         in_at = out_at = [lane * lengths for lane in range(size)]
         in_len = out_len = [lengths] * size
-    inputs = [memory_at(source + at, n) for at, n, _ in zip(in_at, in_len, range(in_lanes))]
-    outputs = [memory_at(target + at, n) for at, n, _ in zip(out_at, out_len, range(out_lanes))]
+    inputs = [(source + at, n) for at, n, _ in zip(in_at, in_len, range(in_lanes))]
+    outputs = [(target + at, n) for at, n, _ in zip(out_at, out_len, range(out_lanes))]
     nbytes = 0 if isinstance(lengths, bytes) or kind in OWN_LENGTHS else lengths
-    return Call((kind, number, op, root, nbytes), inputs, outputs, timeout)
+    return (kind, number, op, root, nbytes), inputs, outputs
+
+
+def read_call(rank: int, size: int, said: Sequence[int], source: int, target: int, lengths: int | bytes, *, timeout: float) -> Call:
+    """The call of a rank, from the arguments of a kernel, in the memory of this process."""
+    told, inputs, outputs = read_spans(rank, size, said, source, target, lengths)
+    return Call(told, [memory_at(*span) for span in inputs], [memory_at(*span) for span in outputs], timeout)
 
 
 class Scratch:

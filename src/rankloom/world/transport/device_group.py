@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport import operands
-from rankloom.world.transport.call import read_call
 from rankloom.world.transport.codes import ANYONE, BARRIER, LEFT
 from rankloom.world.transport.device import Device, Ending, Flags, Regions, share_memory
 from rankloom.world.transport.operands import Finish
@@ -80,7 +79,7 @@ class DeviceGroup(SharedMemoryGroup):
             self._rounds = self._rounds or Rounds(self.channel, self._device, self._regions, self._flags)
             device = self._device
             with device.behind(device.caller()):
-                self._rounds.run(read_call(self.rank(), self.size(), call[:4], *call[4:], timeout=timeout))
+                self._rounds.run(call, timeout)
                 for back in filter(None, backs):
                     device.run(back)
                 ending = device.end()

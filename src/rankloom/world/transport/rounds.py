@@ -22,10 +22,12 @@ has its turn once a call, where shares would take two.
 device.py defines what is needed of a device; cuda.py implements it.
 """
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +35,7 @@ from torch import Tensor
 
 from rankloom.base.errors import CollectiveMismatch
 from rankloom.world.transport.arithmetic import combine
-from rankloom.world.transport.call import DTYPES, Call, address_of
+from rankloom.world.transport.call import DTYPES, Said, read_spans
 from rankloom.world.transport.channel import Channel, table_of_calls
 from rankloom.world.transport.codes import (
     ALL_GATHER,
@@ -56,8 +58,10 @@ GRAIN = 256              # bytes: lanes and shares begin at multiples of it, so 
 IN_SHARES = 1 << 20      # bytes from which adding up everything on every rank costs more than a second meeting
 REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
 DEALT = (REDUCE_SCATTER, SCATTER, ALL_TO_ALL)   # another lane for each rank
-KEPT = 256               # different calls that are remembered: what was made of them holds when they come again
 HOME, LENGTHS = 5, 7                            # indices in the row that a rank sends at the first meeting of a call
+KEPT = 1024              # things made of arguments that are kept for when these come again: a call takes a few
+Steps = Sequence[Callable[[], object]]
+"""What a queue is to run, in order."""
 
 
 # ------------------------------------------------------------------ plans
@@ -73,11 +77,11 @@ def shares(nbytes: int, ranks: int) -> list[tuple[int, int]]:
     return list(pairwise(min(rank * step, nbytes) for rank in range(ranks + 1)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lanes:
     """A collective whose inputs and outputs are byte tensors. As in `Call`: one lane for each rank, one for all, or none."""
 
-    said: tuple[int, int, int, int, int]
+    said: Said
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     timeout: float
@@ -86,6 +90,11 @@ class Lanes:
     def kind(self) -> int:
         """Which collective it is."""
         return self.said[0]
+
+    @cached_property
+    def longest(self) -> int:
+        """The bytes of its longest lane on this rank."""
+        return max(map(len, (*self.inputs, *self.outputs)), default=0)
 
     def width(self, ranks: int) -> int:
         """The number of bytes of each lane in a window."""
@@ -104,13 +113,62 @@ class Lanes:
         return (Lanes((REDUCE_SCATTER, *said), parts, parts[rank:rank + 1], self.timeout),
                 Lanes((ALL_GATHER, *said), parts[rank:rank + 1], parts, self.timeout))
 
-    def row(self, home: tuple[int, int], ranks: int) -> list[int]:
+    def row(self, home: tuple[int, int], ranks: int) -> "ctypes.Array[ctypes.c_int64]":
         """What all must agree on; the region of the input; the bytes that this rank has for each rank, and expects from each."""
         lengths, wants = [len(x) for x in self.inputs], [-1] * ranks
         outputs = self.outputs if len(self.outputs) > 1 else [*self.outputs] * ranks
         for source, out in zip(self.sources(ranks), outputs):
             wants[source] = len(out)
-        return [*self.said, *home, *(lengths if len(lengths) > 1 else (lengths or [0]) * ranks), *wants]
+        said = [*self.said, *home, *(lengths if len(lengths) > 1 else (lengths or [0]) * ranks), *wants]
+        return (ctypes.c_int64 * len(said))(*said)
+
+
+def read_lanes(device: Device, rank: int, ranks: int, call: Sequence[Any], timeout: float) -> Lanes:
+    """The lanes of a call, from the arguments of a kernel."""
+    said, inputs, outputs = read_spans(rank, ranks, call[:4], *call[4:])
+    return Lanes(said, [device.memory(*span) for span in inputs], [device.memory(*span) for span in outputs], timeout)
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """The slots of all ranks, by turn, and the copies from and to them."""
+
+    rank: int
+    ranks: int
+    memory: Sequence[Sequence[Tensor]]
+
+    def fill(self, lanes: Lanes, begin: int, turn: int) -> Steps:
+        """Copies of a window of what the others need to this rank's slot."""
+        slot, width = self.memory[turn][self.rank], lanes.width(self.ranks)
+        pieces = [x[begin:begin + width] for x in lanes.inputs]
+        return [partial(slot[lane * width:][:len(piece)].copy_, piece) for lane, piece in enumerate(pieces) if len(piece)]
+
+    def empty(self, lanes: Lanes, begin: int, turn: int) -> Steps:
+        """Copies of a window of what is for this rank from the slots, or its sum."""
+        width, slots = lanes.width(self.ranks), self.memory[turn]
+        at = self.rank * width if lanes.kind in DEALT else 0
+        targets = [out[begin:begin + width] for out in lanes.outputs]
+        reduces = lanes.kind in REDUCING
+        sources = lanes.sources(self.ranks)
+        pieces = [slots[source][at:][:len(target)] for source, target in zip(sources, targets * len(sources) if reduces else targets)]
+        if reduces:
+            return combining(targets, pieces, lanes)
+        is_home = lambda source, target: (source == self.rank and lanes.kind == ALL_GATHER
+                                          and target.data_ptr() == lanes.inputs[0].data_ptr() + begin)
+        return [partial(target.copy_, piece) for source, target, piece in zip(sources, targets, pieces)
+                if len(target) and not is_home(source, target)]
+
+
+def in_place(regions: Regions, lanes: Lanes, region: int, offset: int) -> Steps:
+    """The sum of a part of a region, in the memory of all ranks."""
+    pieces = [part[offset:offset + lanes.longest] for part in regions.parts(region)]
+    return combining(pieces, pieces, lanes)
+
+
+def combining(targets: Sequence[Tensor], pieces: Sequence[Tensor], lanes: Lanes) -> Steps:
+    """What writes the sum of the pieces, or another combination, to each target."""
+    is_empty = not (targets and len(targets[0]))
+    return () if is_empty else [partial(combine, targets, pieces, DTYPES[lanes.said[1]], lanes.said[2])]
 
 
 def find_fault(table: np.ndarray, ranks: Sequence[int]) -> str | None:
@@ -129,7 +187,7 @@ def find_fault(table: np.ndarray, ranks: Sequence[int]) -> str | None:
 
 @lru_cache(KEPT)
 def read_rows(rows: bytes, ranks: Sequence[int]) -> tuple[str | None, int, set[tuple[int, int]]]:
-    """What is wrong with the rows of all ranks, or None; the longest lane; the regions of the inputs. Most calls come again and again."""
+    """What is wrong with the rows of all ranks, or None; the longest lane; the regions of the inputs. Calls come again, so rows do."""
     table = np.frombuffer(rows, np.int64).reshape(len(ranks), -1)
     homes = {(region, offset) for region, offset in table[:, HOME:LENGTHS].tolist()}
     return find_fault(table, ranks), int(table[:, LENGTHS:LENGTHS + len(ranks)].max()), homes
@@ -145,36 +203,41 @@ class Rounds:
         self._channel, self._device, self._regions, self._lost = channel, device, regions, flags
         blocks, _ = share_memory(channel, device, HEADER + 2 * SLOT)   # never given back: no rank knows when the last one has read them
         self._flags = [flags.add(rank, block[:8].view(torch.int64)) for rank, block in enumerate(blocks)]
-        self._slots = [[block[begin:begin + SLOT] for block in blocks] for begin in (HEADER, HEADER + SLOT)]
+        slots = [[block[begin:begin + SLOT] for block in blocks] for begin in (HEADER, HEADER + SLOT)]
+        self._slots = Slots(channel.rank, channel.size, slots)
         self._met = 0      # meetings so far
         self._summed = 0   # sums in place so far
-        self._row = np.zeros(LENGTHS + 2 * channel.size, np.int64)
-        self._table = np.zeros((channel.size, self._row.size), np.int64)
+        self._table = (ctypes.c_int64 * (channel.size * (LENGTHS + 2 * channel.size)))()   # the rows of all ranks
+        # Calls come again, with the same arguments, and views of memory cost more to make than to use.
+        self._once: Callable[..., Any] = lru_cache(KEPT)(lambda make, *args: make(*args))
 
-    def run(self, call: Call) -> None:
-        """Submit a collective. raises: RankLost, CollectiveTimeout, CollectiveMismatch on all ranks"""
+    def run(self, call: Sequence[Any], timeout: float) -> None:
+        """Submit a collective, given as to a kernel. raises: RankLost, CollectiveTimeout, CollectiveMismatch on all ranks"""
         rank, size = self._channel.rank, self._channel.size
-        inputs, outputs = ([self._device.memory(address_of(x), x.size) for x in lanes] for lanes in (call.inputs, call.outputs))
-        lanes = Lanes(call.said, inputs, outputs, call.timeout)
-        is_large = lanes.kind == ALL_REDUCE and len(inputs[0]) >= IN_SHARES
-        home = self._regions.find(inputs[0]) if is_large else NOWHERE
+        lanes = self._once(read_lanes, self._device, rank, size, call, timeout)
+        is_large = lanes.kind == ALL_REDUCE and lanes.longest >= IN_SHARES
+        home = self._regions.find(lanes.inputs[0]) if is_large else NOWHERE
         is_staged = home == NOWHERE and not (is_large and size > 2)
         if is_staged:
-            self._stage(lanes, 0)
+            self._submit(self._slots.fill, lanes, 0, (self._met + 1) % 2)
         longest, homes = self._announce(lanes, home)
         if home != NOWHERE and homes == {home}:
-            self._reduce_in_place(len(inputs[0]), lanes, *home)
+            self._reduce_in_place(lanes, *home)
         elif is_large and size > 2:
-            for half in lanes.in_shares(rank, size):
-                self._pass(half, max(map(len, (*half.inputs, *half.outputs))), is_staged=False)
+            for half in self._once(lanes.in_shares, rank, size):
+                self._pass(half, half.longest, is_staged=False)
         else:
             self._pass(lanes, longest, is_staged=homes == {NOWHERE})
 
+    def _submit(self, steps: Callable[..., Steps], *args: Any) -> None:
+        for step in self._once(steps, *args):
+            self._device.run(step)
+
     def _announce(self, lanes: Lanes, home: tuple[int, int]) -> tuple[int, set[tuple[int, int]]]:
         """The first meeting. Returns the longest lane of all ranks, and the regions of their inputs."""
-        self._row[:] = lanes.row(home, self._channel.size)
-        self._meet(lanes, is_first=True)
-        fault, longest, homes = read_rows(self._table.tobytes(), self._channel.ranks)
+        row = self._once(lanes.row, home, self._channel.size)
+        self._meet(lanes, told=(ctypes.addressof(row), ctypes.addressof(self._table), ctypes.sizeof(row)))
+        fault, longest, homes = read_rows(bytes(self._table), self._channel.ranks)
         if fault:
             raise CollectiveMismatch(f"{self._channel.where(KINDS[lanes.kind])}: {fault}")
         return longest, homes
@@ -183,26 +246,20 @@ class Rounds:
         """Run all windows; the first may have been staged, and its meeting held, already."""
         for begin in range(0, max(longest, 1), lanes.width(self._channel.size)):
             if begin or not is_staged:
-                self._stage(lanes, begin)
+                self._submit(self._slots.fill, lanes, begin, (self._met + 1) % 2)
                 self._meet(lanes)
-            self._take(lanes, begin)
+            self._submit(self._slots.empty, lanes, begin, self._met % 2)
 
-    def _stage(self, lanes: Lanes, begin: int) -> None:
-        """Copy a window of what the others need to this rank's slot for the next meeting."""
-        slot, width = self._slots[(self._met + 1) % 2][self._channel.rank], lanes.width(self._channel.size)
-        for lane, x in enumerate(lanes.inputs):
-            piece = x[begin:begin + width]
-            if len(piece):
-                self._device.run(partial(slot[lane * width:][:len(piece)].copy_, piece))
+    def _meet(self, lanes: Lanes, told: tuple[int, int, int] = (0, 0, 0), behind: Sequence[int] | None = None) -> None:
+        """Meet: all ranks have submitted what came before; what is submitted from here on runs after that of all ranks, or of `behind`.
 
-    def _meet(self, lanes: Lanes, is_first: bool = False, behind: Sequence[int] | None = None) -> None:
-        """Meet: all ranks have submitted what came before; what is submitted from here on runs after that of all ranks, or of `behind`."""
+        told: the address of a row for all, that of a table for the rows of all, and the bytes of a row, if any
+        """
         rank, behind = self._channel.rank, range(self._channel.size) if behind is None else behind
         self._met += 1
         if rank in behind:
             self._device.mark(self._flags[rank], self._met)
-        told = (self._row.ctypes.data, self._table.ctypes.data, self._row.nbytes) if is_first else (0, 0, 0)
-        why = self._channel.link.run(ALL_GATHER if is_first else BARRIER, BYTES, SUM, 0, *told, lanes.timeout)
+        why = self._channel.link.run(ALL_GATHER if told[2] else BARRIER, BYTES, SUM, 0, *told, lanes.timeout)
         if why:
             self._lost.release_lost()
             raise self._channel.explain(why, KINDS[lanes.kind], lanes.timeout)
@@ -210,30 +267,9 @@ class Rounds:
             if other != rank:
                 self._device.follow(self._flags[other], self._met)
 
-    def _take(self, lanes: Lanes, begin: int) -> None:
-        """Copy a window of what is for this rank from the slots of the last meeting."""
-        rank, width, slots = self._channel.rank, lanes.width(self._channel.size), self._slots[self._met % 2]
-        at = rank * width if lanes.kind in DEALT else 0
-        targets = [out[begin:begin + width] for out in lanes.outputs]
-        reduces = lanes.kind in REDUCING
-        sources = lanes.sources(self._channel.size)
-        pieces = [slots[source][at:][:len(target)] for source, target in zip(sources, targets * len(sources) if reduces else targets)]
-        if reduces:
-            self._combine(targets, pieces, lanes)
-            return
-        for source, target, piece in zip(sources, targets, pieces):
-            is_home = source == rank and lanes.kind == ALL_GATHER and target.data_ptr() == lanes.inputs[0].data_ptr() + begin
-            if len(target) and not is_home:
-                self._device.run(partial(target.copy_, piece))
-
-    def _reduce_in_place(self, nbytes: int, lanes: Lanes, region: int, offset: int) -> None:
+    def _reduce_in_place(self, lanes: Lanes, region: int, offset: int) -> None:
         self._summed += 1
         adder = -self._summed % self._channel.size
         if adder == self._channel.rank:
-            pieces = [part[offset:offset + nbytes] for part in self._regions.parts(region)]
-            self._combine(pieces, pieces, lanes)
+            self._submit(in_place, self._regions, lanes, region, offset)
         self._meet(lanes, behind=[adder])
-
-    def _combine(self, targets: list[Tensor], pieces: list[Tensor], lanes: Lanes) -> None:
-        if targets and len(targets[0]):
-            self._device.run(partial(combine, targets, pieces, DTYPES[lanes.said[1]], lanes.said[2]))
