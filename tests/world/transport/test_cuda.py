@@ -37,7 +37,7 @@ class Driver:
             if name in self.refused:
                 return self.refused[name]
             if name.startswith(("cuMem", "cuIpc", "cuStream")):
-                assert getattr(self.contexts, "stack", []) == [PRIMARY], f"{name} needs a context, and this thread has none"
+                assert getattr(self.contexts, "stack", [])[-1:] == [PRIMARY], f"{name} needs a context, and this thread has none"
             return work(*args) or 0
 
         return call
@@ -181,7 +181,7 @@ def test_too_much_memory_and_other_refusals_have_words(driver):
         cuda_driver.take_block(0, 1 << 32)
     driver.refused["cuStreamWriteValue64_v2"] = ILLEGAL
     with pytest.raises(DeviceError, match="the CUDA driver refused cuStreamWriteValue64_v2: text of 700 \\(error 700\\)"):
-        cuda_driver.write_value(0, 1, 8, 1)
+        cuda_driver.write_value(1, 8, 1)
     driver.refused["cuIpcGetMemHandle"] = GONE
     with pytest.raises(DeviceError, match="error 4"):
         cuda_driver.take_block(0, 1)
@@ -262,7 +262,7 @@ def test_a_thread_that_has_never_used_cuda_can_release_a_flag(driver):
 @pytest.fixture
 def first_device(monkeypatch):
     """The device of these ranks has no number."""
-    for name in ("take_block", "open_block", "write_value", "wait_value"):
+    for name in ("take_block", "open_block", "on_device"):
         monkeypatch.setattr(cuda, name, on_first_device(getattr(cuda_driver, name)))
 
 
@@ -278,6 +278,15 @@ def test_what_is_received_is_written_behind_who_asked_for_it_in_whatever_stream_
     coming.wait()
     assert x.tolist() == [1.0] * 3 and receiver._device._stream.waited == [asking]
     assert any(each is x for each in kept), "nobody may ever wait"
+    ranks.close()
+
+
+def test_a_collective_sets_the_context_of_the_thread_once(driver, first_device):
+    ranks, x = CudaRanks(2), [torch.ones(3), torch.ones(3)]
+    for _ in range(2):
+        driver.log.clear()
+        ranks.run(lambda rank: ranks.groups[rank].allreduce([x[rank]]).wait())
+    assert [driver.log.count(name) for name in ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuStreamWriteValue64_v2")] == [2, 2, 2]
     ranks.close()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import DeviceError
-from rankloom.world.transport.cuda_driver import Block, give_back, open_block, take_block, wait_value, write_value
+from rankloom.world.transport.cuda_driver import Block, give_back, on_device, open_block, take_block, wait_value, write_value
 from rankloom.world.transport.device import RELEASED
 
 KEPT_VIEWS = 256   # views of memory that are kept for the next call with the same tensors: making one asks the driver about the address
@@ -81,7 +81,7 @@ class CudaDevice:
     def behind(self, place: "StreamEnding") -> Iterator[None]:
         """What is run inside runs after this place."""
         self._stream.wait_event(place.event)
-        with torch.cuda.stream(self._stream):
+        with on_device(self.device.index), torch.cuda.stream(self._stream):
             yield
 
     def run(self, work: Callable[[], object]) -> None:
@@ -90,11 +90,11 @@ class CudaDevice:
 
     def mark(self, flag: Tensor, value: int) -> None:
         """Write a number to a flag, in the order of the stream."""
-        write_value(self.device.index, self._stream.cuda_stream, flag.data_ptr(), value)
+        write_value(self._stream.cuda_stream, flag.data_ptr(), value)
 
     def follow(self, flag: Tensor, value: int) -> None:
         """Make the stream wait until a flag has this number, or a greater one."""
-        wait_value(self.device.index, self._stream.cuda_stream, flag.data_ptr(), value)
+        wait_value(self._stream.cuda_stream, flag.data_ptr(), value)
 
     def end(self) -> "StreamEnding":
         """The place after all that was run so far."""
@@ -111,7 +111,8 @@ class CudaDevice:
 
     def release(self, flag: Tensor) -> None:
         """Write RELEASED to a flag now."""
-        write_value(self.device.index, self._rescue.cuda_stream, flag.data_ptr(), RELEASED)
+        with on_device(self.device.index):
+            write_value(self._rescue.cuda_stream, flag.data_ptr(), RELEASED)
 
     def finish(self) -> None:
         """Block until the stream is empty."""

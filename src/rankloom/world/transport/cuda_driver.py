@@ -76,7 +76,8 @@ def _context(device: int) -> ctypes.c_void_p:
 
 
 @contextmanager
-def _on(device: int) -> Iterator[None]:
+def on_device(device: int) -> Iterator[None]:
+    """The driver's calls inside are for this device: it uses the context of the thread, and a thread that is new to CUDA has none."""
     _call("cuCtxPushCurrent_v2", _context(device))
     try:
         yield
@@ -112,7 +113,7 @@ def take_block(device: int, nbytes: int) -> tuple[Block, bool]:
             _idle[device].remove(best)
             return best, True
     address, handle = Address(), _Handle()
-    with _on(device):
+    with on_device(device):
         _call("cuMemAlloc_v2", ctypes.byref(address), size)
         _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
     return Block(device, address.value, size, bytes(handle).hex()), False
@@ -128,7 +129,7 @@ def open_block(device: int, handle: str) -> int:
     with _lock:
         if (device, handle) not in _opened:
             address = Address()
-            with _on(device):
+            with on_device(device):
                 _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(bytes.fromhex(handle)), PEER_ACCESS)
             _opened[device, handle] = address.value
         return _opened[device, handle]
@@ -137,13 +138,11 @@ def open_block(device: int, handle: str) -> int:
 # ------------------------------------------------------------------ marks
 
 
-def write_value(device: int, stream: int, address: int, value: int) -> None:
-    """Write 64 bits when the stream has done all before. A reader that sees them also sees what it wrote before."""
-    with _on(device):   # a stream knows its context, but the driver uses that of the thread, and a thread that is new to CUDA has none
-        _call("cuStreamWriteValue64_v2", stream, address, value, 0)
+def write_value(stream: int, address: int, value: int) -> None:
+    """Write 64 bits when the stream has done all before; call it in `on_device`. A reader that sees them also sees what it wrote before."""
+    _call("cuStreamWriteValue64_v2", stream, address, value, 0)
 
 
-def wait_value(device: int, stream: int, address: int, value: int) -> None:
-    """Make the stream wait until there is this value, or a greater one."""
-    with _on(device):
-        _call("cuStreamWaitValue64_v2", stream, address, value, 0)
+def wait_value(stream: int, address: int, value: int) -> None:
+    """Make the stream wait until there is this value, or a greater one; call it in `on_device`."""
+    _call("cuStreamWaitValue64_v2", stream, address, value, 0)

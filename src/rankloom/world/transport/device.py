@@ -62,7 +62,7 @@ class Device(Protocol):
         """What is run inside runs after this place, which `caller` gave."""
 
     def run(self, work: Callable[[], object]) -> None:
-        """Run this in the order of the queue."""
+        """Run this in the order of the queue; inside `behind` only, as the next two."""
 
     def mark(self, flag: Tensor, value: int) -> None:
         """Write a number to a flag, in the order of the queue."""
