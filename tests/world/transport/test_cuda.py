@@ -290,6 +290,15 @@ def test_a_collective_sets_the_context_of_the_thread_once(driver, first_device):
     ranks.close()
 
 
+def test_torch_is_asked_for_the_current_stream_by_the_number_of_the_device(driver, monkeypatch):
+    """For a device, it first finds the number, which takes longer than all the rest."""
+    device, current, asked = make_device(), torch.cuda.current_stream, []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: asked.append(device) or current())
+    device.caller()
+    device.end().wait()
+    assert asked == [0, 0]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective_runs_on_it(driver, first_device, monkeypatch, size):
     monkeypatch.setattr(rounds, "SLOT", 8192)

@@ -75,7 +75,7 @@ class CudaDevice:
         if torch.cuda.is_current_stream_capturing():
             raise DeviceError("ranks that share a GPU cannot communicate in a CUDA graph, for they meet on the host at every call; "
                               "leave the call out of what is captured")
-        return StreamEnding(self.device, torch.cuda.current_stream(self.device))
+        return StreamEnding(self.device, torch.cuda.current_stream(self.device.index))   # from a device, torch finds the index slowly
 
     @contextlib.contextmanager
     def behind(self, place: "StreamEnding") -> Iterator[None]:
@@ -134,7 +134,7 @@ class StreamEnding:
 
     def wait(self) -> None:
         """What the caller submits from here on runs after this place."""
-        torch.cuda.current_stream(self._device).wait_event(self.event)
+        torch.cuda.current_stream(self._device.index).wait_event(self.event)
 
     def is_done(self) -> bool:
         """Whether the stream has reached it."""
