@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from conformance.cases import COLLECTIVES, Case
 from conformance.ranks import Ranks
@@ -287,6 +288,24 @@ def test_a_collective_sets_the_context_of_the_thread_once(driver, first_device):
         driver.log.clear()
         ranks.run(lambda rank: ranks.groups[rank].allreduce([x[rank]]).wait())
     assert [driver.log.count(name) for name in ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuStreamWriteValue64_v2")] == [2, 2, 2]
+    ranks.close()
+
+
+def test_the_caller_waits_once_for_a_call_that_is_to_end_at_once(driver, first_device):
+    """Whoever made it waits for its work, too."""
+    def body(rank):
+        caller, options = torch.cuda.current_stream(), dist.AllreduceOptions()
+        options.asyncOp = False
+        work = ranks.groups[rank].allreduce([torch.ones(3)], options)
+        waited = [*caller.waited]
+        work.wait()
+        later = ranks.groups[rank].allreduce([torch.ones(3)])
+        assert caller.waited == waited == [ranks.groups[rank]._device._stream]
+        later.wait()
+        return len(caller.waited)
+
+    ranks = CudaRanks(2)
+    assert ranks.run(body) == [2, 2]
     ranks.close()
 
 

@@ -102,12 +102,11 @@ class DeviceGroup(SharedMemoryGroup):
         return self._remember(work, work.handle)
 
     def _work(self, ending: Ending, result: Sequence[Tensor], tensors: Sequence[Tensor], waits: bool) -> "DeviceWork":
-        work = DeviceWork(self._device, ending, result)
         if waits:
-            work.wait()
+            ending.wait()
         else:   # the caller may never wait
             self._device.keep(tensors)
-        return work
+        return DeviceWork(self._device, ending, result, is_awaited=waits)
 
     def _expect_here(self, tensors: Sequence[Tensor], label: int | str) -> None:
         for x in tensors:
@@ -117,15 +116,16 @@ class DeviceGroup(SharedMemoryGroup):
 
 
 class DeviceWork(Work):
-    """Work that has been submitted to the device."""
+    """Work that has been submitted to the device. is_awaited: the caller's queue waits for it already, as the call was to end at once"""
 
-    def __init__(self, device: Device, ending: Ending, result: Sequence[Tensor]):
+    def __init__(self, device: Device, ending: Ending, result: Sequence[Tensor], is_awaited: bool):
         super().__init__(result)
-        self._device, self._ending = device, ending
+        self._device, self._ending, self._is_awaited = device, ending, is_awaited
 
     def wait(self, timeout: Any = None) -> bool:
         """What the caller submits from here on runs after this work. The host does not wait."""
-        self._ending.wait()
+        if not self._is_awaited:
+            self._ending.wait()
         return True
 
     def is_completed(self) -> bool:
