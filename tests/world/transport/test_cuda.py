@@ -327,3 +327,39 @@ def test_every_collective_runs_on_it(driver, first_device, monkeypatch, size):
                           for dtype in (torch.float32, torch.bfloat16) for shape in ((5, 3), (3000,))
                           for into in ("plain", "shared", "gaps") for how in ("at once", "wait", "poll")])
     ranks.close()
+
+
+CALLS = {"broadcast": lambda group, rank, x: group.broadcast([x]).wait(), "all_reduce": lambda group, rank, x: group.allreduce([x]).wait(),
+         "all_gather": lambda group, rank, x: group._allgather_base(x, x[:16].clone()).wait(),
+         "message": lambda group, rank, x: (group.recv if rank else group.send)([x], 1 - rank).wait()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_was_called_in_inference_mode_can_be_called_in_training(driver, first_device, name):
+    ranks = CudaRanks(2)
+    given = [torch.ones(32), torch.ones(32)]
+
+    def evaluate_and_train(rank):
+        with torch.inference_mode():
+            CALLS[name](ranks.groups[rank], rank, given[rank])
+        CALLS[name](ranks.groups[rank], rank, given[rank].add_(1))
+        return given[rank].is_inference()
+
+    assert ranks.run(evaluate_and_train) == [False, False]
+    ranks.close()
+
+
+def test_a_message_to_oneself_opens_no_memory_that_this_process_has_exported(driver, first_device):
+    ranks = CudaRanks(2)
+    opened = driver.log.count("cuIpcOpenMemHandle_v2")
+
+    def body(rank):
+        group, x, y = ranks.groups[rank], torch.full((3,), 5.0 + rank), torch.zeros(3)
+        coming = group.recv([y], rank)
+        group.send([x], rank).wait()
+        coming.wait()
+        return y.tolist()
+
+    assert ranks.run(body) == [[5.0] * 3, [6.0] * 3]
+    assert driver.log.count("cuIpcOpenMemHandle_v2") == opened
+    ranks.close()

@@ -33,11 +33,12 @@ class CudaDevice:
     def memory(self, address: int, nbytes: int) -> Tensor:
         """The bytes at an address, as a tensor that does not own them."""
         span = address, nbytes
-        if span not in self._views:
-            if len(self._views) == KEPT_VIEWS:
+        view = self._views.get(span)   # other threads may clear this, too
+        if view is None:
+            if len(self._views) >= KEPT_VIEWS:
                 self._views.clear()
-            self._views[span] = self._view(_Span(*span))
-        return self._views[span]
+            view = self._views[span] = self._view(_Span(*span))
+        return view
 
     def export(self, nbytes: int) -> tuple[Tensor, str]:
         """Allocate zeros. Returns them, and the handle with which others open them. raises: MemoryError"""
@@ -123,7 +124,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def _view(self, span: "_Span") -> Tensor:
-        return torch.as_tensor(span, device=self.device) if span.nbytes else torch.empty(0, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):   # it is kept, and one of an evaluation in inference mode could never be written to outside
+            return torch.as_tensor(span, device=self.device) if span.nbytes else torch.empty(0, dtype=torch.uint8, device=self.device)
 
 
 class StreamEnding:

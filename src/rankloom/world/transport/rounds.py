@@ -271,5 +271,9 @@ class Rounds:
         self._summed += 1
         adder = -self._summed % self._channel.size
         if adder == self._channel.rank:
-            self._submit(in_place, self._regions, lanes, region, offset)
+            try:
+                self._submit(in_place, self._regions, lanes, region, offset)
+            except BaseException:   # of memory on the device, say
+                self._channel.abort()   # the others are on their way to a meeting to which this rank will not come
+                raise
         self._meet(lanes, behind=[adder])
