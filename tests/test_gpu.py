@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import rankloom as rl
 import rankloom.transport  # registers the backend
@@ -23,6 +24,7 @@ from rankloom.base.errors import RankFailed, RankLost
 from rankloom.models.config import MoEConfig, preset
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
+from seeded import seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -91,6 +93,97 @@ def test_nothing_before_the_update_waits_for_the_gpu(world, experts, options):
     finally:
         mode("default")
     assert losses[-1] < losses[0]
+
+
+class WithBuffers(nn.Module):
+    """A layer with a constant table, with running statistics, and with a mean that is written so that torch does not count it."""
+
+    def __init__(self, begins=0):
+        super().__init__()
+        self.linear, self.norm, self.calls, self.begins = nn.Linear(16, 16), nn.BatchNorm1d(16), 0, begins
+        self.register_buffer("table", torch.ones(16))
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x):
+        if self.calls >= self.begins:
+            self.seen.data.lerp_(x.mean(0), 0.5)
+        self.calls += 1
+        return self.norm(self.linear(x * self.table))
+
+
+def own_loop(wrap, make, world):
+    """Five steps in a loop of one's own, from the third on none of them may wait; losses, and the buffers after each step."""
+    mode, model = torch.cuda.set_sync_debug_mode, seeded(0)(make)().to(world.device)
+    wrapped = wrap(model, world)
+    update = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, fused=True)
+    rows = torch.randn(5, 8, 16, generator=torch.Generator().manual_seed(world.rank)).to(world.device)
+    losses, buffers = [], []
+    try:
+        for step, x in enumerate(rows):
+            world.barrier()   # ranks that are threads have one mode together
+            mode("error" if step > 1 else "default")
+            losses.append((wrapped(x) - 1).square().mean())
+            losses[-1].backward()
+            update.step()
+            update.zero_grad()
+            buffers.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    finally:
+        mode("default")
+    return [loss.item() for loss in losses], [{name: value.tolist() for name, value in found.items()} for found in buffers]
+
+
+def on_gpus(ranks, body):
+    """What it returns on each rank: threads where simulated ranks have GPUs (tests/pretended_gpu), else processes that share GPU 0."""
+    kind, = rl.simulate(1, lambda world: world.device.type)
+    return rl.simulate(ranks, body) if kind == "cuda" else on_one_gpu(ranks, body)
+
+
+@pytest.mark.parametrize("make", [partial(nn.Linear, 16, 16), WithBuffers], ids=["no buffers", "buffers"])
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_no_step_of_a_loop_of_one_s_own_waits_for_the_gpu(wrap, make):
+    """The whole backward is still in its queue when the optimizer is called."""
+    for losses, buffers in (both := on_gpus(2, partial(own_loop, wrap, make))):
+        assert losses[-1] < losses[0] and buffers == both[0][1]
+
+
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_a_buffer_that_a_later_step_writes_uncounted_for_the_first_time_is_averaged_from_the_step_after_it_on(wrap):
+    (_, one), (_, other) = on_gpus(2, partial(own_loop, wrap, partial(WithBuffers, begins=2)))
+    assert [a == b for a, b in zip(one, other)] == [True, True, False, True, True]
+    assert one[2] | {"seen": None} == other[2] | {"seen": None} and any(one[4]["seen"])
+
+
+def engine_of_rows(make, options, world):
+    """Of two ranks that have rows each, and a batch."""
+    engine = rl.prepare(seeded(0)(make)(), loss=lambda model, x: ((model(x) - 1).square().sum(), len(x)), world=world, clip=1.0, **options,
+                        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True))
+    return engine, torch.randn(8, 16, generator=torch.Generator().manual_seed(world.rank)).to(world.device)
+
+
+def engine_loop(begin, world):
+    """Four steps, from the third on nothing before the update waits, nor what makes the buffers equal after it; losses."""
+    mode, (engine, batch) = torch.cuda.set_sync_debug_mode, begin(world)
+    update, average = engine.optimizer.step, engine._replica_guard.buffers.average_changed
+    # Ranks that are threads have one mode together: the barrier.
+    strict = lambda: [world.barrier(), mode("error" if engine.steps_done >= 2 else "default")]
+    engine.optimizer.step = lambda: [mode("default"), update()]
+    engine._replica_guard.buffers.average_changed = lambda: [strict(), average(), mode("default")]
+    losses = []
+    try:
+        for _ in range(4):
+            strict()
+            losses.append(engine.step(batch).loss)
+    finally:
+        mode("default")
+    return losses
+
+
+@pytest.mark.parametrize(("mesh", "begin"), [
+    pytest.param(rl.Mesh(replicate=2), partial(engine_of_rows, WithBuffers, {}), id="buffers"),
+])
+def test_no_rank_waits_for_its_gpu_before_the_update(mesh, begin):
+    for losses in on_gpus(mesh, partial(engine_loop, begin)):
+        assert losses[-1] < losses[0]
 
 
 # ---------------------------------------------------------------- several ranks on one GPU

@@ -662,6 +662,38 @@ def test_a_buffer_that_was_once_found_to_be_written_uncounted_travels_in_every_s
     assert rl.simulate(2, body) == [([["queue"], ["queue"]], [1.0, 1.5, 1.0])] * 2
 
 
+def test_what_a_comparison_of_samples_tells_is_that_of_the_moment_when_it_was_begun():
+    table = torch.zeros(3)
+    sampled = Sampled({"table": table})
+    tell = sampled.compare()
+    table.data += 1.0
+    assert tell(among={"table"}) == set()
+    tell = sampled.compare()
+    table.data.zero_()
+    assert tell(among={"table"}) == {"table"} and tell(among=set()) == set()
+
+
+def test_ranks_on_a_gpu_agree_between_cpus_and_read_samples_one_step_late():
+    """What was queued on the GPU for the backward would have to end first. tests/test_gpu.py looks at whole steps."""
+    def body(world):
+        world.device = torch.device("meta")   # in the place of a GPU: what asks it for a value is an error
+        model = nn.Module()
+        model.other = nn.Module()
+        for holder, name in ((model, "first"), (model, "later"), (model.other, "counted")):
+            holder.register_buffer(name, torch.zeros(3))
+        keeper, changed = BufferKeeper(model, world), []
+        for step in range(4):
+            model.first.data += 1.0
+            model.other.counted += 1.0
+            if step == 1 and world.rank == 1:
+                model.later.data += 2.0
+            changed.append(keeper.average_changed())
+        return changed, model.later.tolist()
+
+    usual, later = ["first", "other.counted"], ["first", "later", "other.counted"]
+    assert rl.simulate(2, body) == [([usual, usual, later, later], [1.0] * 3)] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128])
 def test_a_write_is_seen_in_its_bits_whatever_the_dtype_and_the_order_of_dims(dtype):
     kinds = {"plain": torch.zeros(5, 3), "turned": torch.zeros(5, 3).t(), "single": torch.zeros(()), "none": torch.zeros(0, 3),

@@ -1,6 +1,11 @@
-"""Buffers that training changes (running statistics) stay equal on all ranks: they are averaged after each step."""
+"""Buffers that training changes (running statistics) stay equal on all ranks: they are averaged after each step.
 
-from collections.abc import Mapping
+None of this waits for a GPU, in whose queue the backward still is: what is known of versions goes from CPU to CPU, and a comparison of
+samples is read one step after it was queued.
+"""
+
+from collections.abc import Callable, Mapping, Set
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -22,6 +27,9 @@ class BufferKeeper:
     so a buffer that only some ranks changed causes no hang. A change that only the samples showed might be missed the next time, so
     that buffer is averaged in every step from then on. Constants (rotary tables) are never sent. A cache whose shape differs between
     ranks, or that only some ranks have, stays as it is.
+
+    On a GPU the samples are read at once after the first step, which finds what every step writes. Later they are read one step late:
+    a buffer that is then written unseen for the first time is averaged after the step that follows.
     """
 
     def __init__(self, model: nn.Module, group: Group):
@@ -29,19 +37,23 @@ class BufferKeeper:
         self._before = self._seen()
         self._always = set[str]()   # names of buffers that are written without bumping versions
         self._sampled = Sampled(self._quiet(self._before))
+        self._late: Callable[[], set[str]] | None = None   # tells what the samples showed after the last step
         self._own = self._common = list(self._before)   # names on this rank, and names on all ranks, at the last exchange
 
     def average_changed(self) -> list[str]:
-        """After a step: average the buffers that changed on any rank. Returns their names. A collective."""
+        """After a step: average the buffers that changed on any rank. Returns their names. A collective.
+
+        sent: an all-reduce of 24 bytes for each buffer, between CPUs, and one for each buffer that changed
+        """
         now = self._seen()
         if not (now or self._common):
             return []
-        self._always |= self._sampled.changed() & self._quiet(now).keys()
+        self._look_at_samples(now)
         mine = [(list(now) != self._own, 0, 0)]
         for name, seen in ((name, now.get(name)) for name in self._common):
             kind = crc32(f"{list(seen[0].shape)} {seen[0].dtype}".encode()) if seen else 0
             mine.append((name in self._always or not _same(self._before.get(name), seen), kind, -kind))
-        flags = torch.tensor(mine, device=self.group.device)
+        flags = torch.tensor(mine, device="cpu")   # on a GPU they would be known only when the whole backward has ended
         (others, *_), *found = self.group.all_reduce(flags, "max", label="which buffers changed").tolist()
         if others:
             everyone = self.group.all_gather_object(list(now), label="which buffers there are")
@@ -56,6 +68,16 @@ class BufferKeeper:
         if quiet.keys() != self._sampled.names or not all(_same(before.get(name), self._before[name]) for name in quiet):
             self._sampled = Sampled(quiet)
         return changed
+
+    def _look_at_samples(self, now: dict[str, Seen]) -> None:
+        """Note the buffers that were written without being counted: on a GPU, in the step before; see the class."""
+        look = partial(self._sampled.compare(), among=self._quiet(now).keys())
+        if self._late is None or self.group.device.type == "cpu":
+            self._always |= look()
+            self._late = set   # nothing is left to tell
+        else:
+            self._always |= self._late()
+            self._late = look
 
     def _average(self, buffer: Tensor, label: str) -> None:
         """Of floats in a wider dtype, so that a value which is equal on all ranks stays so to the last bit; fp64 has none."""
@@ -114,15 +136,38 @@ class Sampled:
 
     def changed(self) -> set[str]:
         """Names of tensors whose samples have changed since this was made."""
-        found: set[str] = set()
-        for views, before, now in zip(self._views, self._before, self._now()):
-            if not torch.equal(before, now):
-                sizes = [view.numel() for view in views.values()]
-                found |= {name for name, old, new in zip(views, before.split(sizes), now.split(sizes)) if not torch.equal(old, new)}
-        return found
+        return self.compare()(among=self.names)
+
+    def compare(self) -> Callable[..., set[str]]:
+        """Take samples now. What this returns tells later which of the tensors `among` some names have changed; it waits for the device,
+        if that has not come so far yet."""
+        taken = list(zip(self._views, self._before, self._now()))
+        differences = [_difference(before, now) for _, before, now in taken]
+
+        def changed(among: Set[str]) -> set[str]:
+            found: set[str] = set()
+            for (views, before, now), is_there in zip(taken, differences):
+                if is_there():
+                    sizes = [view.numel() for view in views.values()]
+                    found |= {name for name, old, new in zip(views, before.split(sizes), now.split(sizes)) if not torch.equal(old, new)}
+            return found & among
+        return changed
 
     def _now(self) -> list[Tensor]:
         return [torch.cat(list(views.values())) for views in self._views]
+
+
+def _difference(before: Tensor, now: Tensor) -> Callable[[], bool]:
+    """Tells whether two tensors differ. On a GPU the comparison is queued here, and only who asks waits for it."""
+    if before.is_cpu:
+        return lambda: not torch.equal(before, now)
+    differ = (before != now).any().to("cpu", non_blocking=True)
+    arrived = torch.cuda.current_stream(before.device).record_event()
+
+    def told() -> bool:
+        arrived.synchronize()
+        return bool(differ)
+    return told
 
 
 def _bits(tensor: Tensor) -> Tensor | None:
