@@ -160,6 +160,14 @@ def engine_of_rows(make, options, world):
     return engine, torch.randn(8, 16, generator=torch.Generator().manual_seed(world.rank)).to(world.device)
 
 
+def engine_of_a_pipeline(world):
+    """Of two stages that share the embedding, and a batch."""
+    engine = rl.prepare(GPT(preset("1M", vocab_size=256, seq_len=64)), loss=language_model_loss, world=world, precision="bf16", clip=1.0,
+                        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True), pipe="1f1b", accumulate=2)
+    text = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(0)).to(world.device)
+    return engine, (text[:, :-1].contiguous(), text[:, 1:].contiguous())
+
+
 def engine_loop(begin, world):
     """Four steps, from the third on nothing before the update waits, nor what makes the buffers equal after it; losses."""
     mode, (engine, batch) = torch.cuda.set_sync_debug_mode, begin(world)
@@ -180,6 +188,7 @@ def engine_loop(begin, world):
 
 @pytest.mark.parametrize(("mesh", "begin"), [
     pytest.param(rl.Mesh(replicate=2), partial(engine_of_rows, WithBuffers, {}), id="buffers"),
+    pytest.param(rl.Mesh(pipe=2), engine_of_a_pipeline, id="tied stages"),
 ])
 def test_no_rank_waits_for_its_gpu_before_the_update(mesh, begin):
     for losses in on_gpus(mesh, partial(engine_loop, begin)):

@@ -13,10 +13,10 @@ def sum_tied(mine: Tensor | None, like: Tensor, group: Group, ranks: Sequence[in
     """The sum over `ranks` of `group`, this one among them, added in rank order on all; None if none has a gradient.
 
     mine: this rank's gradient, or None    like: a tensor of its shape and dtype
-    sent: n elements, and one flag, to each of the others
+    sent: n elements, and one flag, to each of the others; the flag between CPUs, so that nobody waits for a GPU to read it
     """
     here = torch.zeros_like(like, memory_format=torch.contiguous_format) if mine is None else mine.contiguous()
-    parts = {group.rank: (here, torch.tensor([mine is not None], device=here.device))}
+    parts = {group.rank: (here, torch.tensor([mine is not None], device="cpu"))}
     for low, high in combinations(ranks, 2):   # the same order on all ranks: no deadlock
         if group.rank in (low, high):
             other = low + high - group.rank
