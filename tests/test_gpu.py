@@ -160,6 +160,11 @@ def engine_of_rows(make, options, world):
     return engine, torch.randn(8, 16, generator=torch.Generator().manual_seed(world.rank)).to(world.device)
 
 
+def with_dropout():
+    """A layer whose masks are keyed by the numbers of rows, which ranks tell each other."""
+    return nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1))
+
+
 def engine_of_a_pipeline(world):
     """Of two stages that share the embedding, and a batch."""
     engine = rl.prepare(GPT(preset("1M", vocab_size=256, seq_len=64)), loss=language_model_loss, world=world, precision="bf16", clip=1.0,
@@ -188,6 +193,8 @@ def engine_loop(begin, world):
 
 @pytest.mark.parametrize(("mesh", "begin"), [
     pytest.param(rl.Mesh(replicate=2), partial(engine_of_rows, WithBuffers, {}), id="buffers"),
+    pytest.param(rl.Mesh(replicate=2), partial(engine_of_rows, with_dropout, {}), id="dropout"),
+    pytest.param(rl.Mesh(shard=2), partial(engine_of_rows, with_dropout, {"stage": 3, "deterministic": 4}), id="deterministic"),
     pytest.param(rl.Mesh(pipe=2), engine_of_a_pipeline, id="tied stages"),
 ])
 def test_no_rank_waits_for_its_gpu_before_the_update(mesh, begin):

@@ -234,7 +234,7 @@ def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
     rows, found = rows_of(batch, group.rank), list[Any]()
     map_rows(found.append, batch, rows)
     others = sum(not isinstance(each, Tensor) for each in found)
-    told = group.all_gather(torch.tensor([[rows, others]], device=group.device), label="rows").tolist()
+    told = group.all_gather(torch.tensor([[rows, others]], device="cpu"), label="rows").tolist()   # a GPU would have to be waited for
     held = [rows for rows, _ in told]
     shards = min(shards, sum(held))
     if shards < group.size:

@@ -54,7 +54,7 @@ class DropoutKey:
         """
         held = [1 if (rows := rows_if_any(piece)) is None else rows for piece in pieces]
         if first is None and self.is_used and group.size > 1:
-            everyone = group.all_gather(torch.tensor([sum(held)], device=group.device), label="rows")
+            everyone = group.all_gather(torch.tensor([sum(held)], device="cpu"), label="rows")   # a GPU would have to be waited for
             first = int(everyone[:group.rank].sum())
         return [range(*ends) for ends in pairwise(accumulate(held, initial=group.rank * sum(held) if first is None else first))]
 
