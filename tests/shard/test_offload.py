@@ -1,34 +1,16 @@
 """The order of copies between a GPU and its host, on streams that only note what they have waited for."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import streams
 from rankloom.shard import offload
 from rankloom.shard.offload import UNDER_WAY, Host
+from streams import ENDED, NOW
 
 GPU = SimpleNamespace(type="cuda")
-
-
-class Stream:
-    """Knows what was queued on it, and on others before it waited for them."""
-
-    def __init__(self, device=None):
-        self.device, self.known = device, set()
-
-    def wait_stream(self, other):
-        self.known |= other.known
-
-    def record_event(self):
-        return SimpleNamespace(known=set(self.known), synchronize=lambda known=set(self.known): ENDED.append(known))
-
-    def wait_event(self, event):
-        self.known |= event.known
-
-    def synchronize(self):
-        ENDED.append(set(self.known))
 
 
 class Memory:
@@ -42,24 +24,10 @@ class Memory:
         NOW[-1].known.add(self.name)
 
 
-NOW: list[Stream] = []      # the current stream is the last
-ENDED: list[set[str]] = []  # what the host has waited for
-
-
 @pytest.fixture
 def main(monkeypatch):
     """The stream that computes."""
-    @contextlib.contextmanager
-    def stream(other):
-        NOW.append(other)
-        yield
-        NOW.pop()
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: NOW[-1])
-    NOW[:], ENDED[:] = [Stream()], []
-    return NOW[-1]
+    return streams.pretend(monkeypatch)
 
 
 def test_slices_come_in_while_gradients_go_out_and_the_computation_waits_for_neither(main):

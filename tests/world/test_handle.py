@@ -3,13 +3,16 @@
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import rankloom as rl
 from patience import wait_until
-from rankloom.world.handle import MOST_DROPPED, InFlight
+from rankloom.world.group import Group
+from rankloom.world.handle import MOST_DROPPED, Handle, InFlight
+from streams import Stream, pretend, queue, stream
 
 MANY = MOST_DROPPED + 10
 both_backends = pytest.mark.parametrize("backend", ["gloo", "rankloom"])
@@ -194,3 +197,38 @@ def test_a_closed_group_holds_no_works():
         return held, len(world.in_flight._dropped)
 
     assert rl.simulate(2, body) == [(1, 0)] * 2
+
+
+GPU = Group(None, name="on a GPU", device="cuda")
+
+
+def test_each_stream_that_waits_for_a_call_waits_until_its_result_is_complete(monkeypatch):
+    """One of them ends the call, and divides a mean's sum; the others come later, and must not read what is half written."""
+    main, side = pretend(monkeypatch), Stream()
+    handle = Handle(GPU, "mean", [SimpleNamespace(wait=lambda: queue("the call"))], lambda: queue("the division") or torch.ones(3))
+    with stream(side):
+        result = handle.wait()
+    assert main.known == set() and side.known == {"the call", "the division"}
+    queue("something else")
+    assert handle.wait() is result
+    assert main.known == {"the call", "the division", "something else"} and "something else" not in side.known
+
+
+def test_a_stream_that_waits_for_a_call_of_one_rank_waits_for_the_stream_that_has_called(monkeypatch):
+    """Nothing is sent, and the result is what the caller's stream writes."""
+    pretend(monkeypatch)
+    queue("what the rank gives")
+    handle = GPU.all_reduce(torch.ones(3), async_op=True)
+    queue("something else")
+    with stream(Stream()) as _, stream(side := Stream()):
+        handle.wait()
+    assert side.known == {"what the rank gives"}
+
+
+def test_a_call_that_blocks_notes_no_place_in_a_stream(monkeypatch):
+    """Nobody else can wait for it, there are hundreds in a step, and an event costs microseconds."""
+    pretend(monkeypatch)
+    monkeypatch.setattr(Stream, "record_event", lambda stream: pytest.fail("an event"))
+    group = Group(None, 0, (0, 1), device="cuda")
+    monkeypatch.setattr(group, "_process_group", SimpleNamespace())
+    assert group._launch("sum", False, lambda pg: SimpleNamespace(wait=lambda: queue("the call")), lambda: torch.ones(3)).sum() == 3

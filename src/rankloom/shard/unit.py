@@ -31,6 +31,7 @@ from rankloom.shard.frames import Frames, Standing, Window
 from rankloom.shard.layout import FlatLayout, lay_out_evenly
 from rankloom.shard.offload import Host
 from rankloom.world.group import Group, Handle
+from rankloom.world.handle import waits_here_too
 
 LayOut = Callable[[Mapping[str, torch.Size], int, int], FlatLayout]
 Fill = Callable[[str, Tensor], None]
@@ -170,7 +171,8 @@ class Unit:
             self.group.barrier(label=f"parameters of {self.name}")
         else:
             self.window.open()
-            self._pending = self.host.beside(self._send) if self.host else self._send().wait
+            arrive = self.host.beside(self._send) if self.host else self._send().wait
+            self._pending = waits_here_too(arrive, self.group.device)   # it is waited for once, by whichever stream reads first
             for param in self.params.values() if self.stays else ():
                 set_out(param, self.wait)
 
@@ -182,7 +184,7 @@ class Unit:
         return sent
 
     def wait(self) -> None:
-        """GATHERING -> GATHERED: every parameter may be used."""
+        """GATHERING -> GATHERED: every parameter may be used, in this stream and in that which started the gather."""
         self._expect(State.GATHERING)
         if self._pending is not None:
             self._pending()

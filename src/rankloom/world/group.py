@@ -280,7 +280,7 @@ class Group:
         sent = self.send(source, to, tag=tag, label=label, async_op=True)
         both = self._keep(Handle(self, label, [*(received.works or ()), *(sent.works or ())], lambda: into))
         received.works = sent.works = ()
-        return both if async_op else both.wait()   # no local name for the works either
+        return both if async_op else both.wait_once()   # no local name for the works either
 
     # ------------------------------------------------------------------ values that are not tensors
 
@@ -334,7 +334,7 @@ class Group:
 
     def _launch(self, label: str, async_op: bool, start: Callable, finish: Callable[[], Tensor]) -> Any:
         handle = self._keep(Handle(self, label, self._started(label, start), finish))
-        return handle if async_op else handle.wait()   # no local name for the works: a traceback would keep the connection open
+        return handle if async_op else handle.wait_once()   # no local name for the works: a traceback would keep the connection open
 
     def _message(self, start: Callable, op: str, x: Tensor, peer: int, tag: int) -> list[Any]:
         return [*self._announced(op, x, peer, tag), start([x], peer, tag)]

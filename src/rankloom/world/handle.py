@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from rankloom.base.errors import RankLost
@@ -60,6 +61,7 @@ class InFlight:
 class Begins(Protocol):
     """What a handle must know of the group that has begun its collective."""
 
+    device: torch.device
     ledger: Ledger
     in_flight: InFlight
 
@@ -81,14 +83,23 @@ class Handle:
         self.works: Sequence[Any] | None = works   # None: dropped when the group was closed
         self._result: Tensor | None = None
         self._is_awaited = False
+        self._ready = None if works else _place_in_stream(group.device)   # where the result is ready, once that is known
 
     def wait(self) -> Tensor:
-        """Block until the result is ready (on CUDA: make the current stream wait for it). Calling it again returns the same result.
+        """Block until the result is ready (on CUDA: make the current stream wait for it). Calling it again returns the same result,
+        for which another stream waits then, too.
 
         raises: RankLost, CollectiveTimeout
         """
-        if self._result is not None:
-            return self._result
+        if self._ready is not None:
+            torch.cuda.current_stream(self.group.device).wait_event(self._ready)
+        if self._result is None:
+            result = self.wait_once()
+            self._ready, self._result = _place_in_stream(self.group.device), result
+        return self._result
+
+    def wait_once(self) -> Tensor:
+        """`wait`, where nobody else has this handle: the place in the stream is not noted for others, which costs microseconds."""
         begin, works = time.perf_counter(), self.works   # another thread may close the group meanwhile
         if works is None:
             raise RankLost(f"{self.group.where(self.label)}: the group was closed before this ended")
@@ -100,10 +111,30 @@ class Handle:
             finally:
                 del works   # a traceback that refers to them would keep the connection open
             self.group.ledger.waited += time.perf_counter() - begin
-            self._result = self._finish()
+            result = self._finish()
         self.works = ()
-        return self._result
+        return result
 
     def __del__(self) -> None:
         if not self._is_awaited and self.works:
             self.group.in_flight.adopt(self.works)
+
+
+def waits_here_too(wait: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """`wait`, which may be called twice, for two streams: that in which it is called, and the current one. On a CPU it is `wait`."""
+    if device.type != "cuda":
+        return wait
+    here = torch.cuda.current_stream(device)
+
+    def both() -> None:
+        if torch.cuda.current_stream(device) != here:
+            with torch.cuda.stream(here):   # first, so that it waits for nothing else that the other stream was given
+                wait()
+        wait()
+
+    return both
+
+
+def _place_in_stream(device: torch.device) -> torch.Event | None:
+    """The place that the current stream has come to; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
