@@ -8,6 +8,9 @@ from torch import nn
 
 import rankloom as rl
 
+PREPARED = [{"stage": 0}, {"stage": 0, "precision": "bf16"}, {"stage": 0, "deterministic": True}, {"stage": 2},
+            {"stage": 2, "precision": "bf16"}, {"stage": 3}]
+
 
 def beside(world):
     """Another stream of the device, which goes on where the current one is; to be entered."""
@@ -59,3 +62,19 @@ def test_a_call_may_be_waited_for_in_two_streams():
         return there.sum().item(), here.sum().item()
 
     assert rl.simulate(2, body) == [(128.0, 256.0)] * 2
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("options", PREPARED, ids=str)
+def test_a_model_that_was_made_in_one_stream_may_be_prepared_in_another(options, p, model):
+    """No memory that it leaves is given to others while it is still read."""
+    def body(world):
+        mine = copy.deepcopy(model).to(world.device)
+        with beside(world):
+            engine = prepared(mine, world, **options)
+        end_all(world)
+        report = engine.step(torch.ones(4, 16))
+        end_all(world)   # before what one stream has allocated, and another used, is freed
+        return report.loss
+
+    assert len(set(rl.simulate(p, body))) == 1

@@ -6,7 +6,8 @@ streams; pretended.py gives it the face of `torch.cuda` and of NCCL. A copy of t
 simulated ranks have a GPU each, and pytest runs there.
 
 What it cannot show: speed, kernels of CUDA itself, torch.compile, and ranks that share one GPU (tests/world/transport/test_cuda.py).
-Some tests cannot pass: those that hand CPU modules straight to a technique, count gloo's messages, or expect common pages.
+Some tests cannot pass: those that hand CPU modules straight to a technique, count gloo's messages, expect common pages, or pretend CUDA
+themselves.
 It needs a C++ compiler; the first time it takes a minute or two.
 """
 

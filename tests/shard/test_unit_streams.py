@@ -1,9 +1,12 @@
-"""Units in several streams of a GPU, on streams that only note what they have waited for: who reads what is gathered waits for it."""
+"""Units in several streams of a GPU, on streams that only note what they have waited for: who reads what is gathered waits for it, and
+nobody is given memory that is still read."""
 
 import pytest
 import torch
 from torch import nn
 
+import rankloom as rl
+from rankloom.shard.flat import FlatBuffer, move_into
 from rankloom.shard.unit import Formats, State, Unit
 from rankloom.world.handle import Handle
 from rankloom.world.paper import PaperGroup
@@ -49,3 +52,20 @@ def test_where_one_stream_starts_a_gather_and_reads_it_waits_once(unit, monkeypa
     unit.start_gather()
     unit.wait()
     assert waits == [1] and main.known == set()
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("taken_by", ["a flat buffer", "a unit"])
+def test_memory_that_a_parameter_leaves_is_kept_until_the_stream_that_copies_it_has_done_so(taken_by, on_gpu, monkeypatch):
+    main, kept = pretend(monkeypatch), []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: kept.append((x.data_ptr(), stream)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu, raising=False)
+    params = {"w": nn.Parameter(torch.ones(4)), "b": nn.Parameter(torch.ones(3))}
+    old = [(param.data_ptr(), main) for param in params.values()]
+    alive = [param.data for param in params.values()]   # or their memory would be given to others here, too
+    if taken_by == "a unit":
+        Unit("u", params, rl.Group(None), FP32)
+    else:
+        move_into(FlatBuffer(params), params)
+    assert kept == (old if on_gpu else [])
+    assert alive[0].data_ptr() != params["w"].data_ptr()

@@ -23,10 +23,18 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def keep_until_read(x: Tensor) -> None:
+    """Where this stream reads what is then replaced: on a GPU, when `x` is freed, nothing gets its memory before the stream has come to
+    that place. Without this, memory that was allocated in another stream would be free for that stream at once."""
+    if x.is_cuda and x.layout is torch.strided:   # torch can tell this of no other layout
+        x.detach().record_stream(torch.cuda.current_stream(x.device))
+
+
 @torch.no_grad()
 def overwrite(x: Tensor, values: Tensor) -> None:
     """Write values to `x`; in new memory where several of its elements lie in one place, as those of an expanded tensor do."""
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        keep_until_read(x)   # by whoever has these values from it
         x.data = values.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
     else:
         x.detach().copy_(values)

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import copy_user_attributes
 from rankloom.base.scoped import temporarily
+from rankloom.base.tensors import keep_until_read
 from rankloom.models.config import MoEConfig
 from rankloom.models.mlp import MLP
 from rankloom.models.sequence_part import WHOLE, SequencePart
@@ -50,6 +51,7 @@ class Experts(nn.Module):
     def keep(self, first: int, count: int) -> None:
         """Of the experts held, keep `count` from the `first` on; free the memory of the others."""
         for name, whole in list(self.named_parameters()):
+            keep_until_read(whole)
             part = nn.Parameter(whole.detach()[first:first + count].clone(), requires_grad=whole.requires_grad)
             copy_user_attributes(part, whole)
             setattr(self, name, part)

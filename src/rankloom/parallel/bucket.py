@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankloom.base.tensors import copy_into
+from rankloom.base.tensors import copy_into, keep_until_read
 from rankloom.comm.compress import Summing
 from rankloom.shard.flat import FlatBuffer, gaps_of, move_into, views_of
 from rankloom.shard.frames import between_steps, memory_lent, tensors_in
@@ -42,6 +42,7 @@ class Bucket:
             gradient = gradients.pop(name)
             if gradient is not None:
                 self.views[name].copy_(gradient)
+                keep_until_read(gradient)
                 owner.grad = self.gradient(name)
 
     @property

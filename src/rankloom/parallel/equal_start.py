@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import keeps, waiting_for
-from rankloom.base.tensors import bytes_of, overwrite
+from rankloom.base.tensors import bytes_of, keep_until_read, overwrite
 from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import address_of
 from rankloom.parallel.guards import is_sharded
@@ -95,6 +95,8 @@ def _take_from_rank_0(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
     piece = group.broadcast(torch.cat([bytes_of(tensor) for tensor in tensors.values()]), label=f"initial {', '.join(list(tensors)[:3])}")
     theirs = dict(zip(tensors, piece.split([tensor.nbytes for tensor in tensors.values()])))
     changed = [name for name, tensor in tensors.items() if not torch.equal(theirs[name], bytes_of(tensor))]
+    for tensor in tensors.values():   # it was read here, and may be replaced now, or cut later
+        keep_until_read(tensor)
     for name in changed:   # of several, cloned: a tensor's bytes may begin anywhere in the piece, and numbers may not
         values = theirs[name] if len(tensors) == 1 else theirs[name].clone()
         overwrite(tensors[name], values.view(tensors[name].dtype).view(tensors[name].shape))
@@ -109,6 +111,7 @@ def _lie_as_on_rank_0(model: nn.Module, group: Group) -> None:
     for name, param in model.named_parameters():
         if mine.get(name) != first.get(name):
             contiguous = torch.empty_like(param, memory_format=torch.contiguous_format)
+            keep_until_read(param)
             param.data = (contiguous if name not in first else contiguous.as_strided(param.shape, first[name])).copy_(param)
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rankloom.base.tensors import keep_until_read
+
 ALIGN = 64   # bytes. On views that do not start at a cache line, matrix kernels are slower and may round differently.
 
 
@@ -111,6 +113,7 @@ def move_into(buffer: FlatBuffer, tensors: Mapping[str, Tensor]) -> None:
     """Copy each tensor into its view, and make it that view. Its old memory is freed unless something else holds it."""
     for name, tensor in tensors.items():
         buffer.views[name].copy_(tensor.detach())
+        keep_until_read(tensor)
         tensor.data = buffer.views[name]
 
 

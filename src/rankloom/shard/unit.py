@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rankloom.base.cost import Bill
 from rankloom.base.errors import UnitError
 from rankloom.base.hooks import copy_user_attributes
+from rankloom.base.tensors import keep_until_read
 from rankloom.shard.away import come_back, leave, mark, set_out, watch, writes
 from rankloom.shard.frames import Frames, Standing, Window
 from rankloom.shard.layout import FlatLayout, lay_out_evenly
@@ -152,6 +153,7 @@ class Unit:
             param.grad = None   # an old one: the optimizer sees slices only, so its zero_grad would never reach it
             if fill is None:
                 values = param.detach()
+                keep_until_read(values)
             else:
                 values = torch.empty(self.layout.slot(name).shape, dtype=self.formats.master, device=self.group.device)
                 fill(name, values)

@@ -15,6 +15,7 @@ from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import is_hooked
+from rankloom.base.tensors import keep_until_read
 from rankloom.parallel.build import FirstValues, SharedValues, give_memory
 from rankloom.parallel.expert import TOKEN_AXES, ExpertReplicas
 from rankloom.parallel.model_split import ModelSplit
@@ -74,6 +75,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
         give_memory(model, values, world.device, in_no_unit)
     for name, param in model.named_parameters():
         if in_no_unit(param):   # a unit would cast it
+            keep_until_read(param)
             param.data = param.data.to(strategy.formats(name, param).compute)
     sharding = shard(model, cut, replicas, strategy, whole=whole, lay_out_whole=lay_out_matrices,
                      canonical=bool(settings.logical_shards), fill=values)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from rankloom.base.errors import ConfigError, UnitError, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import copy_user_attributes
-from rankloom.base.tensors import expect_number_format
+from rankloom.base.tensors import expect_number_format, keep_until_read
 from rankloom.shard.away import watch, writes
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe
@@ -131,7 +131,11 @@ def formats_of(model: nn.Module, precision: Precision) -> Callable[[str, nn.Para
 
 def cast_floats(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast floating parameters and buffers. `model.to(dtype)` would also cast complex ones, and drop their imaginary parts."""
-    model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    def cast(tensor: Tensor) -> Tensor:
+        keep_until_read(tensor)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    model._apply(cast)
 
 
 def cast_activations(model: nn.Module, precision: Precision) -> None:
@@ -186,6 +190,7 @@ class MasterWeights:
         self.owners = {name: param if wanted[name].compute == wanted[name].master else _copied(param, wanted[name].master)
                        for name, param in self.params.items()}
         for name, param in named.items():   # `full` ones too: the user's model may be in 16 bits
+            keep_until_read(param)
             param.data = param.data.to(wanted[name].compute)
         rounded = [name for name, owner in self.owners.items() if owner is not self.params[name]]
         for name in rounded:

@@ -21,6 +21,7 @@ from torch import nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Sink
 from rankloom.base.modes import with_memory
+from rankloom.base.tensors import keep_until_read
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.parallel.build import FirstValues, InitialValues, put_stand_ins
@@ -190,6 +191,7 @@ def _in_float8(model: nn.Module, world: World, precision: Precision) -> Float8La
 def _compute_alike(model: nn.Module, world: World) -> None:
     torch.set_num_threads(1)   # how a kernel splits its sums depends on the number of threads
     for param in model.parameters():   # and on strides: flat buffers of stages 1 to 3 make parameters contiguous
+        keep_until_read(param)
         param.data = param.data.contiguous()
     if world.device.type == "cuda":
         fix_cublas_workspace()
