@@ -4,6 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._device import _device_constructors
 
 from syntax import nodes_of
 
@@ -12,6 +14,7 @@ FLOORS = ["base", "world", "comm", "shard", "parallel", "checkpoint models data"
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms.split()}
 FILES = sorted(ROOT.rglob("*.py"))
 # Upper floors that a room may not see although they lie below it: watch reads events and run folders only.
+MADE_BY_TORCH = {name for maker in _device_constructors() if getattr(torch, name := maker.__name__, None) is maker}
 SEES_ONLY = {"watch": {"base"}, "models": {"base"}, "data": {"base"}}
 
 
@@ -43,6 +46,14 @@ def test_only_world_talks_to_torch_distributed(file):
         assert not any(name.startswith("torch.distributed") for name in names)
     if file.relative_to(ROOT) != Path("world/launch.py"):
         assert not names & {"os.environ", "os.getenv", "os.putenv"}, "the environment is read in world/launch.py only"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.parent.name != "models"], ids=lambda f: str(f.relative_to(ROOT)))
+def test_a_tensor_names_its_device_or_it_would_be_made_where_the_user_makes_his_by_default(file):
+    """Models are the user's: what is in them is made where he says."""
+    for call in (n for n in nodes_of(file) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)):
+        if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch" and call.func.attr in MADE_BY_TORCH:
+            assert any(keyword.arg == "device" for keyword in call.keywords), f"{file.name}:{call.lineno} {ast.unparse(call)}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))

@@ -241,13 +241,17 @@ class Reader:
             if (both := common(piece.box, part.box)) is not None:
                 key = key_of(part.name, piece.box)
                 try:
-                    saved = self._file(piece.file)
-                    values: Tensor = saved.get_slice(key)[within(both, piece.box)] if both else saved.get_tensor(key)
+                    values = self._read(piece.file, key, within(both, piece.box))
                 except (OSError, SafetensorError) as error:
                     raise DataError(f"{self.folder / self.manifest.files[piece.file].name}: {part.name} cannot be read ({error})") from None
                 if values.dtype != (told := self.manifest.tensors[part.name].dtype):
                     raise DataError(f"{self.folder}: {part.name} is {values.dtype} in its file, and the manifest says {told}")
                 part.values[within(both, part.box)].copy_(values)
+
+    def _read(self, file: int, key: str, where: tuple[slice, ...]) -> Tensor:
+        saved = self._file(file)
+        with torch.device("cpu"):   # safetensors makes a slice on torch's default device
+            return saved.get_slice(key)[where] if where else saved.get_tensor(key)   # type: ignore[no-any-return]
 
     def _file(self, number: int) -> Any:
         if number not in self._open:

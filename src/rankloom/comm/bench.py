@@ -29,7 +29,7 @@ CALLS_PER_TURN = 100        # at most
 SECONDS_PER_SIZE = 1.0      # for one algorithm; then fewer turns, but
 FEWEST_TURNS = 3
 WARM_UP = 3                 # calls
-QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64, device="cpu")
 LARGEST = 1 << 40           # bytes
 FIXED_BYTES = 1 << 20       # counted for each size beside its bytes, to estimate progress
 
@@ -111,7 +111,7 @@ def time_size(collective: str, nbytes: int, study: Study, group: Group, tell: Ca
     turns = take_turns([partial(run, x, group) for run in algorithms], study.turns, group, tell)
     found = []
     for name, seconds, bad in zip(names, turns, wrong):
-        low, middle, high = torch.tensor(seconds, dtype=torch.float64).quantile(QUARTILES).tolist()
+        low, middle, high = torch.tensor(seconds, dtype=torch.float64, device="cpu").quantile(QUARTILES).tolist()
         found.append(Timed(group.rank, collective, name, group.size, n * dtype.itemsize, middle, low, high, bad))
     return found
 
@@ -147,7 +147,7 @@ def _seconds(call: Callable[[], object], count: int, group: Group) -> float:
 
 def _slowest(seconds: list[list[float]], group: Group) -> list[list[float]]:
     """The maximum of each number over the ranks."""
-    return group.all_reduce(torch.tensor(seconds, dtype=torch.float64).to(group.device), "max", label="bench: times").tolist()
+    return group.all_reduce(torch.tensor(seconds, dtype=torch.float64, device=group.device), "max", label="bench: times").tolist()
 
 
 # ------------------------------------------------------------------ what is called, on what, with which result

@@ -222,4 +222,4 @@ def begin(start: int, a: int, b: int, rank: int, device: torch.device) -> Matrix
 
 def first_directions(start: int, rank: int, b: int) -> Tensor:
     """A random Q [r, b] for the matrix at `start`: the same on all ranks."""
-    return torch.randn(rank, b, generator=stream(0, "powersgd", start), dtype=torch.float32)
+    return torch.randn(rank, b, generator=stream(0, "powersgd", start), dtype=torch.float32, device="cpu")

@@ -81,7 +81,7 @@ def absorb(x: Tensor, error: Tensor, k: int) -> Tensor:
     sample = _magnitude(x[::step] + error[::step])
     bound = sample.topk(min(len(sample), int(MARGIN * k / step) + 1), sorted=False).values.min().item()
     if NATIVE and x.device.type == "cpu":
-        found = torch.empty(len(x) + 1, dtype=torch.int32)
+        found = torch.empty(len(x) + 1, dtype=torch.int32, device="cpu")
         likely = found[: _sparse.absorb(memory_of(x), memory_of(error), bound, memory_of(found))]
     else:
         likely = (_magnitude(x.add_(error)) >= bound).nonzero().view(-1)

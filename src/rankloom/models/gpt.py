@@ -47,8 +47,8 @@ class Rotary(nn.Module):
 
     def build(self, device: torch.device, dtype: torch.dtype) -> None:
         """Compute the tables for a device and a dtype."""
-        steps = torch.arange(0, self.width, 2, dtype=torch.float64)
-        angles = torch.outer(torch.arange(self.seq_len, dtype=torch.float64), self.base ** (-steps / self.width))
+        steps = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu")
+        angles = torch.outer(torch.arange(self.seq_len, dtype=torch.float64, device="cpu"), self.base ** (-steps / self.width))
         self.cos, self.sin = (t.to(device=device, dtype=dtype) for t in (angles.cos(), angles.sin()))
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
@@ -253,7 +253,8 @@ INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight", "mlp.shared.down.
 
 def _draw(into: Tensor, config: GPTConfig, seed: int, name: str, *number: int) -> None:
     std = INIT_STD / sqrt(2 * config.layers) if name.endswith(INTO_RESIDUAL) else INIT_STD
-    into.copy_(torch.empty(into.shape, dtype=torch.float32).normal_(0.0, std, generator=stream(seed, "init", name, *number)))
+    drawn = torch.empty(into.shape, dtype=torch.float32, device="cpu")   # where its generator is
+    into.copy_(drawn.normal_(0.0, std, generator=stream(seed, "init", name, *number)))
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:

@@ -16,7 +16,7 @@ def agree(facts: list[float], flags: list[bool], totals: Tensor | None, group: G
     sent: 8 (p-1) bytes for each fact, flag and total; but where flags are more than APART, 2 (p-1) / p bytes for each flag
     """
     apart = 8 * len(flags) * group.size > APART   # the same on all ranks
-    message = torch.tensor(facts if apart else [*facts, *flags], dtype=torch.float64)
+    message = torch.tensor(facts if apart else [*facts, *flags], dtype=torch.float64, device="cpu")
     count = len(message)
     on_cpu = totals is not None and totals.device.type == "cpu"
     if totals is not None and on_cpu:
@@ -25,7 +25,7 @@ def agree(facts: list[float], flags: list[bool], totals: Tensor | None, group: G
     largest = gathered[:, :count].amax(0).tolist()
     found = largest[len(facts):]
     if apart:
-        found = group.all_reduce(torch.tensor(flags, dtype=torch.uint8), "max", label="used parameters").tolist()
+        found = group.all_reduce(torch.tensor(flags, dtype=torch.uint8, device="cpu"), "max", label="used parameters").tolist()
     if on_cpu:
         totals = gathered[:, count:].sum(0)
     elif totals is not None:   # copying totals from a GPU would synchronise, so they are summed there, in a message of their own

@@ -152,9 +152,9 @@ def _reset(module: nn.Module, key: str, like: Tensor, seed: int) -> Tensor:
         for name, tensor in held.items():
             if tensor is not None:
                 dtype = like.dtype if tensor.is_floating_point() and like.is_floating_point() else tensor.dtype
-                fresh = torch.zeros(tensor.shape, dtype=dtype)
+                fresh = torch.zeros(tensor.shape, dtype=dtype, device="cpu")
                 held[name] = nn.Parameter(fresh) if held is twin._parameters else fresh   # type: ignore[assignment]
-    with _drawing, torch.random.fork_rng(devices=[]):
+    with _drawing, torch.random.fork_rng(devices=[]), torch.device("cpu"):   # what it draws elsewhere would have another seed
         torch.default_generator.manual_seed(seed % (1 << 63))   # not `torch.manual_seed`, which seeds all GPUs too
         twin.reset_parameters()   # type: ignore[operator]
     return (twin._parameters[key] if key in twin._parameters else twin._buffers[key]).detach()   # type: ignore[union-attr]

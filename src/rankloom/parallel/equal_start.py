@@ -185,11 +185,11 @@ def _expect_memory_of_their_own(model: nn.Module) -> None:
 
 def _first_shared(runs: Sequence[Tensor], trained: Sequence[bool]) -> tuple[int, int] | None:
     """Which two tensors have a byte in common, and not both are frozen; None if there are no such two. runs: see `_runs`"""
-    owner = torch.arange(len(runs)).repeat_interleave(torch.tensor([len(of_one) for of_one in runs]))
+    owner = torch.arange(len(runs), device="cpu").repeat_interleave(torch.tensor([len(of_one) for of_one in runs], device="cpu"))
     begin, end = torch.cat(list(runs)).unbind(1)
     begin, order = begin.sort(stable=True)
     end, owner = end[order], owner[order]
-    is_trained = torch.tensor(trained)[owner]
+    is_trained = torch.tensor(trained, device="cpu")[owner]
     reach, reaching = end.cummax(0)   # of each run and those before it: where the farthest ends, and which run that is
     reach_trained, reaching_trained = end.where(is_trained, 0).cummax(0)
     before = torch.where(is_trained[1:], reaching[:-1], reaching_trained[:-1])
@@ -200,12 +200,12 @@ def _first_shared(runs: Sequence[Tensor], trained: Sequence[bool]) -> tuple[int,
 
 def _runs(x: Tensor) -> Tensor:
     """The runs of memory without gaps that a tensor takes: address of the first byte, and of the one behind the last. [runs, 2]"""
-    begin, length = torch.tensor([x.data_ptr()]), x.itemsize
+    begin, length = torch.tensor([x.data_ptr()], device="cpu"), x.itemsize
     for stride, size in sorted((stride * x.itemsize, size) for stride, size in zip(x.stride(), x.shape) if stride):
         if stride == length:
             length *= size
         else:
-            begin = (begin[:, None] + torch.arange(size) * stride).flatten()
+            begin = (begin[:, None] + torch.arange(size, device="cpu") * stride).flatten()
     return torch.stack([begin, begin + length], 1)
 
 

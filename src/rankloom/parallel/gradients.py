@@ -244,7 +244,8 @@ class GradientReducer:
         names = list(self.owners)
         late = [name for name in reversed(names) if name not in self._arrivals]
         numbers = {name: number for number, name in enumerate(names)}
-        order = torch.tensor([numbers[name] for name in (*self._arrivals, *late)] + [len(self._arrivals), self._arrivals.digest()])
+        arrived = [numbers[name] for name in (*self._arrivals, *late)]
+        order = torch.tensor([*arrived, len(self._arrivals), self._arrivals.digest()], device="cpu")
         *indices, arrived, digest = self.group.broadcast(order, label="order of gradients").tolist()
         self._arrivals.expect_alike(digest, self.group)
         ordered = [names[index] for index in indices]

@@ -45,7 +45,7 @@ class Queue:
         """At the end of the first backward: take rank 0's order for all that follow. A collective, once."""
         if self._learned:
             return
-        order = torch.tensor([self.numbers[section] for section in self._settled])
+        order = torch.tensor([self.numbers[section] for section in self._settled], device="cpu")
         for group in self.groups:
             order = group.broadcast(order, label="order of sections")
         sections = list(self.numbers)

@@ -70,7 +70,7 @@ class CanonicalReducer(GradientReducer):
         for bucket in self.buckets:
             bucket.open()
             bucket.flat.copy_(self._folds.sum(bucket, self.group, "gradients"))
-        facts = torch.tensor([mark, -mark, *(name in self._used for name in self.owners)], dtype=torch.int32)
+        facts = torch.tensor([mark, -mark, *(name in self._used for name in self.owners)], dtype=torch.int32, device="cpu")
         most, least, *flags = self.group.all_reduce(facts, "max", label="used parameters").tolist()
         for (name, owner), used in zip(self.owners.items(), flags):
             owner.grad = self._home[name].gradient(name) if used else None

@@ -109,7 +109,7 @@ class _Fresh(Window):
 def between_steps(n: int, dtype: torch.dtype, device: torch.device) -> Window:
     """A closed window for what lives from a backward to the start of the next step. On a device with an allocator, activations use its
     memory in between. On a CPU it stays: faulting pages in again would cost more than it saves."""
-    return _Fresh(n, dtype, device) if has_allocator(device) else Lasting(torch.zeros(n, dtype=dtype))
+    return _Fresh(n, dtype, device) if has_allocator(device) else Lasting(torch.zeros(n, dtype=dtype, device=device))
 
 
 def memory_lent(tensor: Tensor) -> Window:

@@ -32,11 +32,11 @@ class Host:
         self.device = device
         self._inward, self._outward = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()   # (event that ends a copy to the host, what it copies)
-        self._desk = torch.empty(0)
+        self._desk = torch.empty(0, device="cpu")
 
     def empty(self, n: int, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory, pinned where there is a GPU to copy to."""
-        return torch.zeros(n, dtype=dtype) if self._inward is None else _pinned(n, dtype)
+        return torch.zeros(n, dtype=dtype, device="cpu") if self._inward is None else _pinned(n, dtype)
 
     def desk(self, n: int, dtype: torch.dtype) -> Tensor:
         """Scratch memory like `empty`'s, valid until the next call, which returns the same. Its contents are arbitrary."""
@@ -87,8 +87,8 @@ def _pinned(n: int, dtype: torch.dtype) -> Tensor:
     """Zeros in pinned memory. torch's pinned allocator rounds up to powers of two, a third more for a model of 7B, so a large tensor is
     allocated plainly and pinned in place."""
     if n * dtype.itemsize < OWN_PAGES:
-        return torch.zeros(n, dtype=dtype, pin_memory=True)
-    made = torch.empty(n, dtype=dtype).zero_()   # not torch.zeros: writing faults its pages in, on all threads
+        return torch.zeros(n, dtype=dtype, device="cpu", pin_memory=True)
+    made = torch.empty(n, dtype=dtype, device="cpu").zero_()   # not torch.zeros: writing faults its pages in, on all threads
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0))
     weakref.finalize(made.untyped_storage(), _unpin, runtime, made.data_ptr()).atexit = False   # views outlive the tensor

@@ -177,7 +177,7 @@ def cut_batch(batch: Any, pieces: int, rank: int) -> list[Any]:
         return [batch]
     rows = rows_of(batch, rank)
     expect_rows(rows, pieces, rank)
-    runs = [(int(run[0]), int(run[-1]) + 1) for run in torch.arange(rows).tensor_split(pieces)]
+    runs = [(int(run[0]), int(run[-1]) + 1) for run in torch.arange(rows, device="cpu").tensor_split(pieces)]
     return [map_rows(partial(_rows, first=first, end=end), batch, rows) for first, end in runs]
 
 
@@ -252,7 +252,7 @@ def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
 
 
 def _wanted_rows(rows: int, ranks: int, shards: int) -> list[int]:
-    sizes = [len(shard) for shard in torch.arange(rows).tensor_split(shards)]
+    sizes = [len(shard) for shard in torch.arange(rows, device="cpu").tensor_split(shards)]
     return [sum(sizes[shard] for shard in owned_leaves(rank, ranks, shards)) for rank in range(ranks)]
 
 

@@ -254,7 +254,7 @@ def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dic
     _expect_same_model(world, folder, parts, filter(is_extra, state.placement.model.state_dict(keep_vars=True)), manifest)
     facts = manifest.facts
     run = NEW_RUN | facts["run"]
-    run["amax"] = {name: torch.tensor(row, dtype=torch.float32) for name, row in run["amax"].items()}
+    run["amax"] = {name: torch.tensor(row, dtype=torch.float32, device="cpu") for name, row in run["amax"].items()}
     saved = own_parts(state, _described(state, manifest))
     expect_fit(state, saved, run)
     state.float8.drop_casts()   # of a failed step
@@ -323,7 +323,7 @@ def _like(ours: Any, saved: Any) -> Any:
 
 def _read_value(state: TrainingState, reader: Reader, key: str, value: Tensor, piece: OwnedRun, numbers: Container[str]) -> Tensor:
     """Read an optimizer value. value: its shape on this rank, on the meta device"""
-    made = torch.zeros(value.shape, dtype=value.dtype)   # zeros: the padding of a vocabulary is not saved
+    made = torch.zeros(value.shape, dtype=value.dtype, device="cpu")   # zeros: the padding of a vocabulary is not saved
     lies_alike = _lies_alike(key, value, state.placement.owners[piece.name], numbers)
     for part in _parts_of(state, key, made, piece, lies_alike=lies_alike):
         reader.fill(part)

@@ -144,7 +144,10 @@ class Keyed(_DropoutNd):
         together = 1 if self.dims == 2 and x.dim() == 3 else self.dims   # as torch's Dropout2d: rows of [channels, positions]
         like = x.new_empty(x.shape[:-together]) if together else x.detach()
         is_cut = self.between is not None and self.between.is_cut
-        kept = keyed_mask(like, self._place, torch.empty(0), is_cut) if torch.compiler.is_compiling() else self.mask(like, is_cut)
+        if torch.compiler.is_compiling():
+            kept = keyed_mask(like, self._place, torch.empty(0, device="cpu"), is_cut)
+        else:
+            kept = self.mask(like, is_cut)
         kept = kept.view(kept.shape + (1,) * together)
         return x.mul_(kept) if self.inplace else x * kept
 
@@ -241,7 +244,7 @@ _numbers = count()
 def _take_place(module: Keyed) -> Tensor:
     number = next(_numbers)
     _places[number] = module
-    return torch.tensor(number)
+    return torch.tensor(number, device="cpu")
 
 
 @torch.library.custom_op("rankloom::keyed_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))

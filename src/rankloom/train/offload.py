@@ -171,7 +171,7 @@ class Parcel:
         self.holds: list[Staying] = []
         self._offload, self._lane = offload, offload.lane(device)
         self._under_way: torch.cuda.Event | None = None
-        self._away = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._away = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         self._under_way = self._lane.copy(self._away, _bytes_of(storage, device))
         offload.bytes_out += storage.nbytes()
 

@@ -25,7 +25,7 @@ def global_norm(flats: list[Tensor], group: Group | None = None) -> Tensor:
         share = global_norm([flat.tensor_split(group.size)[group.rank] for flat in flats])
         return group.all_reduce(share.square(), label="gradient norm").sqrt()
     if not flats:   # a rank whose pieces are all empty
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.linalg.vector_norm(norms_of(flats))
 
 

@@ -101,6 +101,6 @@ def _parameter(piece: OwnedRun, split: ModelSplit | None) -> ParameterPart:
         if holding.dim is not None:
             spans[holding.dim] = holding.spans[split.tensor.rank]
         if piece.name in split.experts:
-            mine = replace(split, held={}).cut(piece.name, torch.arange(whole[0])).tolist()
+            mine = replace(split, held={}).cut(piece.name, torch.arange(whole[0], device="cpu")).tolist()
             spans[0] = (Span(mine[0], mine[-1] + 1),)
     return ParameterPart(piece.name, whole, tuple(spans), local, (piece.start, piece.stop))

@@ -266,7 +266,7 @@ class SplitPlacement(ShardedPlacement):
         """
         terms = [norm_of(owner.grad).square() / self.copies(name)
                  for name, owner in self.owners.items() if owner.grad is not None]
-        square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64)
+        square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device="cpu")
         not_finite = 0.0 * totals[:2].sum()   # 0 or NaN
         return self._everyone.all_reduce(square.to(self.group.device) + not_finite, label="gradient norm").sqrt()
 
@@ -276,7 +276,8 @@ class SplitPlacement(ShardedPlacement):
         grads = [owner.grad if (owner := self.owners.get(name)) is not None else None for name in names]
         if not names:
             return {}
-        squares = torch.stack([torch.zeros((), dtype=torch.float64) if grad is None else norm_of(grad).square().cpu() for grad in grads])
+        none = torch.zeros((), dtype=torch.float64, device="cpu")
+        squares = torch.stack([none if grad is None else norm_of(grad).square().cpu() for grad in grads])
         total = self.group.all_reduce(squares.to(self.group.device), label="norms of repeated gradients")
         return dict(zip(names, total.sqrt().tolist(), strict=True))
 

@@ -96,7 +96,7 @@ class Agreement:
         """Start an exchange of this rank's two flags; returns the result of the previous one."""
         known = self.last()
         # On the CPU: copies to and from a GPU would wait for the step.
-        mine = torch.tensor([float(signal_number), float(problem)], dtype=torch.float32)
+        mine = torch.tensor([float(signal_number), float(problem)], dtype=torch.float32, device="cpu")
         self._handle = self._world.all_reduce(mine, op="max", label="stop?", async_op=True)
         return known
 

@@ -240,7 +240,7 @@ def _header(shapes: list[Shape | None], action: Action) -> Tensor:
     if len(shapes) > TENSORS or len(numbers) > HEADER:
         raise ConfigError(f"{action}: {len(shapes)} tensors of {sum(len(s.dims) for s in shapes if s)} dims in all are more than one "
                           f"message from stage to stage holds: {TENSORS} tensors, {HEADER} numbers to describe them")
-    return torch.tensor(numbers + [0] * (HEADER - len(numbers)))
+    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), device="cpu")
 
 
 def _read(numbers: list[int]) -> list[Shape | None]:

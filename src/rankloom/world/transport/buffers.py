@@ -42,7 +42,7 @@ class Buffers:
         """
         numel = torch.Size(shape).numel()
         if not numel:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         self._sweep()
         stride = -(-numel * dtype.itemsize // PAGE) * PAGE
         free = self._agree(stride, self._channel.size)
@@ -61,7 +61,7 @@ class Buffers:
         fill a slice each do so in parallel, and reading what others have filled costs next to nothing.
         """
         if not numel:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         self._agree(nbytes := numel * dtype.itemsize, 1)
         return torch.frombuffer(self._map(nbytes), dtype=dtype, count=numel)
 

@@ -81,7 +81,7 @@ class Channel:
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order."""
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = self._gather(torch.tensor([len(mine)])).flatten().tolist()
+        lengths = self._gather(torch.tensor([len(mine)], device="cpu")).flatten().tolist()
         all_texts = self._gather(torch.nn.functional.pad(mine, (0, max(lengths) - len(mine))))
         return [json.loads(bytes(text[:length].tolist())) for text, length in zip(all_texts, lengths)]
 

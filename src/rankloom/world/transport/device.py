@@ -98,7 +98,7 @@ def share_memory(channel: Channel, device: Device, nbytes: int) -> tuple[list[Te
     The memory may have been used before, even by a group that was broken. So all ranks first finish their work on the device.
     raises: MemoryError, ShapeMismatch, DeviceError on all ranks or none
     """
-    where, mine, handle, problem = channel.where("buffer"), torch.empty(0), "", None
+    where, mine, handle, problem = channel.where("buffer"), torch.empty(0, device="cpu"), "", None
     device.drain()
     channel.call(BARRIER)
     try:

@@ -61,7 +61,7 @@ class HostsBuffers(Buffers):
         asked = self._channel.gather_json([*shape, str(dtype)])
         if any(other != asked[0] for other in asked):
             raise ShapeMismatch(f"{self._channel.where('buffer')}: ranks ask for different buffers: {asked}")
-        problem, made = None, torch.empty(0)
+        problem, made = None, torch.empty(0, device="cpu")
         try:
             made = self._of_host.new(shape, dtype)
         except (MemoryError, ConfigError) as error:

@@ -47,7 +47,7 @@ SMALL = 32 << 10   # bytes up to which a tensor is sent whole, in one step; as p
 GRACE = 1.0        # seconds to wait for the reason of a break inside the host, from the ranks that know it
 NARROW = (torch.float16, torch.bfloat16)
 JOIN = (np.add, np.add, np.multiply, np.minimum, np.maximum, np.bitwise_and, np.bitwise_or, np.bitwise_xor)   # by operation
-NUMPY = {dtype: torch.empty(0, dtype=dtype).numpy().dtype for dtype in DTYPES if dtype not in NARROW}
+NUMPY = {dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in DTYPES if dtype not in NARROW}
 
 
 class Broken(Exception):

@@ -33,7 +33,7 @@ def all_reduce_sparse(group: Any, x: Tensor, opts: Any) -> Work:
 
     def add_up() -> None:
         with torch.no_grad():
-            x.copy_(torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), x.shape).coalesce())
+            x.copy_(torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), x.shape, device=x.device).coalesce())
 
     how = c10d.AllgatherOptions()
     how.timeout, how.asyncOp = opts.timeout, opts.asyncOp
