@@ -157,11 +157,15 @@ class Done:
 
 
 class NcclLike(dist.ProcessGroup):
-    """A group over gloo that takes tensors of the pretended device as NCCL takes CUDA's: contiguous, by stream, without tags."""
+    """A group over gloo that takes tensors of the pretended device as NCCL takes CUDA's: contiguous, by stream, without tags.
 
-    def __init__(self, gloo: dist.ProcessGroup, rank: int, size: int):
+    meeting: a group of its own, in which ranks wait for all others before their first call but of a single message
+    """
+
+    def __init__(self, gloo: dist.ProcessGroup, meeting: dist.ProcessGroup, rank: int, size: int):
         super().__init__(rank, size)
         self.gloo, self._rank, self._size = gloo, rank, size
+        self._meeting: dist.ProcessGroup | None = meeting
         self._stream: torch.Stream | None = None
         self._together: list[Done] | None = None
         self._lock = threading.Lock()
@@ -181,6 +185,10 @@ class NcclLike(dist.ProcessGroup):
         """Of the group."""
         return self._size
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), torch.device(NAME)]
+
     def _get_backend(self, device: torch.device) -> Any:
         return types.SimpleNamespace(name=lambda: "nccl" if torch.device(device).type == NAME else "gloo")
 
@@ -190,6 +198,8 @@ class NcclLike(dist.ProcessGroup):
             return start(lambda t: t)
         for t in tensors:
             assert t.device.type == NAME and t.is_contiguous(), f"{op}: {t.device}, strides {t.stride()}"
+        if op not in ("send", "receive"):
+            self._connect_all()
         with self._lock:
             self._stream = self._stream or Stream(tensors[0].device)
         self._stream.wait_stream(current_stream(tensors[0].device))
@@ -203,6 +213,11 @@ class NcclLike(dist.ProcessGroup):
         if self._together is not None:
             self._together.append(done)
         return done
+
+    def _connect_all(self) -> None:
+        if self._meeting is not None:
+            self._meeting.barrier().wait()
+            self._meeting = None
 
     def allreduce(self, tensors, opts=None):
         """In place."""
@@ -238,6 +253,7 @@ class NcclLike(dist.ProcessGroup):
         return self._call("receive", [], tensors, lambda cpu: self.gloo.recv([cpu(t) for t in tensors], frm, tag))
 
     def _start_coalescing(self, device: torch.device) -> None:
+        self._connect_all()
         self._together = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
@@ -249,7 +265,10 @@ def as_nccl(connect: Callable) -> Callable:
     """`connect` of world/connect.py, for ranks with a pretended GPU of their own."""
     def joined(store, rank, size, device, *, own_gpu, **how):
         gloo = connect(store, rank, size, torch.device("cpu"), own_gpu=False, **how)
-        return NcclLike(gloo, rank, size) if device.type == NAME else gloo
+        if device.type != NAME:
+            return gloo
+        meeting = connect(dist.PrefixStore("meeting", store), rank, size, torch.device("cpu"), own_gpu=False, **how)
+        return NcclLike(gloo, meeting, rank, size)
     return joined
 
 

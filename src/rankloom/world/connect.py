@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankloom.base.errors import ConfigError, MeshError, RankLost, did_you_mean
+from rankloom.base.errors import CollectiveTimeout, ConfigError, DeviceError, MeshError, RankLost, did_you_mean
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
@@ -28,8 +28,10 @@ from rankloom.world.transport.meet import find_neighbours, name_of
 from rankloom.world.transport.process_group import build
 from rankloom.world.transport.router import DeviceRouter
 
+TWIN = "twin"   # a second connection: of messages between two ranks only, for each of which NCCL connects these two
 AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
 MEMORY = 2   # open files of a rank in shared memory, while it is being mapped; with gloo, or over TCP, a rank has one for each other
+TOLD = 4     # lines of NCCL's own text in an error: what failed, and its last words
 SPARE = 16   # open files besides a group's connections: for the store, and for the program itself
 
 
@@ -110,6 +112,37 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device, *, ti
     elif device.type == "cuda":
         group._register_backend(cuda, dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
+
+
+def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether its tensors on this device go over NCCL. Of a device that it has no backend for, as meta, torch must not be asked."""
+    return device.type in {known.type for known in group._device_types} and group._get_backend(device).name() == "nccl"
+
+
+def call_first(group: dist.ProcessGroup, rank: int, size: int, device: torch.device, timeout: float) -> None:
+    """Add up a one of each rank over NCCL, and wait for the sum: the first call of a group, made by all of its ranks.
+
+    NCCL connects a whole group in its first collective, or its first exchange, and blocks each rank in it until all ranks have come. An
+    exchange of some ranks only, as halving begins with where they are no power of two, would never return. Also, GPUs that cannot reach
+    each other are found here, and not in the middle of a step.
+    sent:   one all-reduce of one number
+    raises: RankLost, CollectiveTimeout, or DeviceError where the sum is wrong
+    """
+    one = torch.ones(1, device=device)
+    where = f"rank {rank}: NCCL, in the first call of {size} ranks,"
+    remedy = "NCCL_DEBUG=INFO says what NCCL tried; NCCL_SOCKET_IFNAME chooses the network"
+    try:
+        group.allreduce([one], dist.AllreduceOptions()).wait(seconds(timeout))   # with a time, the host waits, too
+        total = one.item()
+    except RuntimeError as error:
+        text = "; ".join(str(error).splitlines()[:TOLD])
+        if "imeout" in text or "imed out" in text:
+            raise CollectiveTimeout(f"{where} did not reach all GPUs within {timeout:g} s: a rank is missing, or a link lets nothing pass. "
+                                    f"{remedy} ({text})") from error
+        raise RankLost(f"{where} could not connect all GPUs: a rank has failed, or two of them cannot reach each other. {remedy} "
+                       f"({text})") from error
+    if total != size:
+        raise DeviceError(f"{where} added up {size} ones to {total:g}: a GPU or a link between two of them damages data. {remedy}")
 
 
 @cache
@@ -209,6 +242,8 @@ class World(Group):
                 gone = shared.channel.gone
             else:
                 pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
+                if purpose != TWIN and _is_nccl(pg, device):
+                    call_first(pg, ranks.index(me), len(ranks), device, timeout)
         watch = dist.PrefixStore("debug", store)
         return pg, Inspector(watch, ranks.index(me), ranks, timeout, gone) if self._debug else None
 
@@ -227,5 +262,5 @@ def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:
     if home.backend == SHARED and home.device.type == "cuda":   # the router itself keeps the directions of messages apart (nccl.py)
         return group
     if ranks not in home._twins:
-        home._twins[ranks] = home._connect(ranks, group.name, "twin", Ledger(whole=group.ledger))
+        home._twins[ranks] = home._connect(ranks, group.name, TWIN, Ledger(whole=group.ledger))
     return home._twins[ranks]

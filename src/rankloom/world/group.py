@@ -260,7 +260,8 @@ class Group:
         return self._launch(label or "recv", async_op, lambda pg: self._message(pg.recv, "recv", into, peer, tag), lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
-        """Send `out` to one rank while receiving `into` from another, or the same, or itself. No order of calls can deadlock."""
+        """Send `out` to one rank while receiving `into` from another, or the same, or itself. No order of calls can deadlock;
+        but on NCCL in a process group made elsewhere, some ranks may exchange only after all have made a collective."""
         if self._at_once and not async_op and self._at_once.exchange(out, to, into, frm, tag=tag, label=label):
             return into
         label = label or "exchange"
