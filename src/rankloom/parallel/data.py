@@ -23,6 +23,7 @@ from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.guards import watch_optimizers
 from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
+from rankloom.world.connect import expect_cpu_backend
 from rankloom.world.group import Group
 
 
@@ -123,10 +124,11 @@ def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND, 
     compress_after: how many first steps send exact gradients
     bucket_bytes:   the most that a bucket of several gradients holds; left out, 128 MiB for CPU ranks on one host, else 32 MiB
     sent:     2n(p-1)/p gradient elements per rank and step, in ceil(n / bucket) or more messages; less for embeddings
-    raises:   ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError for unknown names, and for two that cannot be
-              combined
+    raises:   ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError for unknown names, for two that cannot be
+              combined, and for a process group that carries no tensors of the CPU
     """
     expect_model_and_group(model, group)
+    expect_cpu_backend(group)
     expect_no_sync_batch_norm(model, group.size)
     make_replicas_equal(model, group)
     reducer = GradientReducer(trainable(model), group, all_reduce=all_reduce, compress=compress, compress_after=compress_after,

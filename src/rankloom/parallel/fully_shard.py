@@ -36,6 +36,7 @@ from rankloom.parallel.wrapping import AUTO, Policy, has_parameters
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
 from rankloom.shard.norm import clip_to_norm
 from rankloom.shard.unit import Fill, Formats
+from rankloom.world.connect import expect_cpu_backend
 from rankloom.world.group import Group
 
 
@@ -226,6 +227,8 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         raise ConfigError(f"a {type(model).__name__} without parameters has nothing to shard")
     alone, summing = replicas or group.alone(), Summing(BACKEND, compress, compress_after)
     expect_same_part(model, alone)
+    for ranks in (group, alone):
+        expect_cpu_backend(ranks)
     if group.size > 1 and (refusal := why_not_for_slices(compress, replicas=alone.size > 1)):
         raise ConfigError(f"fully_shard: compress={compress!r} {refusal}")
     expect_counts(ahead=ahead)

@@ -248,6 +248,20 @@ class World(Group):
         return pg, Inspector(watch, ranks.index(me), ranks, timeout, gone) if self._debug else None
 
 
+def expect_cpu_backend(group: Group) -> None:
+    """Raise ConfigError, on all ranks, where a process group made elsewhere carries tensors of a GPU only, as one of "nccl" does.
+
+    What ranks tell each other about a step stays on the CPU: a copy from a GPU would wait for it.
+    """
+    if group._process_group is None or group.size == 1:
+        return
+    kinds = {device.type for device in group._process_group._device_types}
+    if kinds and "cpu" not in kinds:   # none: a process group that is written in Python, and takes what it is given
+        raise ConfigError(f"{group.where('a backend for the CPU')}: its process group carries tensors on {', '.join(sorted(kinds))} only, "
+                          "and what ranks tell each other about a step lies on the CPU. Make it with a backend for each, as "
+                          'dist.init_process_group("cpu:gloo,cuda:nccl") does, or dist.new_group(backend="cpu:gloo,cuda:nccl")')
+
+
 def has_default_group() -> bool:
     """Whether the program has created torch's default process group; rankloom never does."""
     return dist.is_initialized()
