@@ -7,6 +7,7 @@ from torch import nn
 
 import rankloom as rl
 from patience import AT_ONCE
+from rankloom.models.pieces import gpt_loss, gpt_pieces
 from rankloom.world.connect import connect, expect_cpu_backend
 
 GLOO, CPU = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
@@ -32,6 +33,16 @@ def test_a_group_of_the_gpu_only_is_refused_at_once_with_the_remedy(wrap):
         with pytest.raises(rl.ConfigError, match=rf"rank {world.rank}: a backend for the CPU in group 'world': .* on cuda only, .*"
                                                  r'init_process_group\("cpu:gloo,cuda:nccl"\)'):
             wrap(nn.Linear(2, 2), group_of(world, "cuda"))
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.gloo
+def test_a_pipeline_whose_stages_share_a_parameter_needs_one_for_the_cpu_too():
+    def body(world):
+        model = rl.GPT(rl.GPTConfig(vocab_size=8, width=4, layers=2, heads=1, kv_heads=1, ffn=4, seq_len=4, tie=True))
+        with pytest.raises(rl.ConfigError, match="a backend for the CPU"):
+            rl.pipeline(gpt_pieces(model), gpt_loss(model), group_of(world, "cuda"), microbatches=2)
 
     rl.simulate(2, body)
 

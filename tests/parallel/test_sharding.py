@@ -361,6 +361,21 @@ def test_a_hook_may_take_gradients_inside_of_the_backward(recomputes):
     expect_as_plain(lambda: drawn(FixedPoint(recomputes)), squares, [ROWS, ROWS * 2], ranks=(2,), stages=(1, 2, 3))
 
 
+def test_a_backward_inside_of_the_backward_that_leaves_gradients_of_a_reduced_unit_is_refused_in_words():
+    def body(world):
+        def loss(model, x):
+            total = squares(model, x)
+            if total[0].requires_grad:
+                total[0].register_hook(lambda gradient: torch.enable_grad()(lambda: squares(model, x)[0].backward())())
+            return total
+
+        engine = rl.prepare(drawn(Line()), loss=loss, optimizer=adamw, world=world, stage=1)
+        with pytest.raises(UnitError, match="came twice in one step: .* by torch.autograd.grad"):
+            engine.step(ROWS)
+
+    rl.simulate(2, body)
+
+
 class OnlyFixedPoint(FixedPoint):
     """Nothing comes after it: the hook is on the output of the model."""
 

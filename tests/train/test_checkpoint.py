@@ -497,6 +497,20 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_from_before(tmp_pat
     assert len(list(tmp_path.iterdir())) == 3   # a manifest, and a file of each rank: nothing of the save that failed
 
 
+def test_where_rank_0_has_no_memory_for_the_manifest_all_are_told_and_nothing_is_left(tmp_path, monkeypatch):
+    def no_memory(manifest):
+        raise MemoryError
+
+    monkeypatch.setattr(files, "to_json", no_memory)
+
+    def body(world):
+        with pytest.raises(ConfigError, match="cannot be written .no memory for its manifest"):
+            engine_of(world, 3).save(tmp_path / "new")
+
+    rl.simulate(rl.Mesh(shard=2), body)
+    assert not (tmp_path / "new").exists()
+
+
 def test_saving_again_replaces_what_was_there(tmp_path):
     def body(world):
         engine = engine_of(world, 2)

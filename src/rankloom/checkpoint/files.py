@@ -140,8 +140,9 @@ def commit(folder: Path, manifest: Manifest) -> None:
             file.write(to_json(manifest))
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise StorageError(f"{folder}: the checkpoint cannot be written ({error.strerror or error})") from None
+    except (OSError, MemoryError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"no memory for its manifest {error}".strip()
+        raise StorageError(f"{folder}: the checkpoint cannot be written ({why or error})") from None
     # The checkpoint is saved: an error from here on would make the caller remove its files. Some network disks cannot sync a folder.
     with suppress(OSError):
         _sync_folder(folder)

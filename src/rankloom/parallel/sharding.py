@@ -297,7 +297,7 @@ class Sharding:
     # ------------------------------------------------------------------ backward
 
     def run_backward(self, loss: Tensor) -> None:
-        """The backward of a loss. Hooks may run others inside of it, even before it has come to the model."""
+        """The backward of a loss. Hooks may take gradients inside of it, even before it has come to the model (`torch.autograd.grad`)."""
         with self._calls.all_inside_of(loss) as told:
             told.backward()
         if self._moment is Moment.BACKWARD:   # it began inside of another, so autograd does not tell its end

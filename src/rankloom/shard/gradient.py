@@ -293,7 +293,10 @@ class Gradient:
         """Where the reduce-scatter writes: the slice itself, or other memory where the slice already holds gradients."""
         unit = self.unit
         holds = any(owner.grad is not None for owner in unit.owners.values())
-        assert not (holds and self._is_inside()), f"{unit.name}: reduced twice in one step"
+        if holds and self._is_inside():
+            raise UnitError(f"rank {unit.group.world_rank}: gradients of unit {unit.name} came twice in one step: inside of the backward "
+                            "ran another that leaves gradients. A hook takes them by torch.autograd.grad; checkpoint gets "
+                            "use_reentrant=False")
         mine = self._open_slice()
         fits = not holds and mine.dtype == unit.formats.reduce and unit.host is None
         return mine if fits else torch.empty(mine.numel(), dtype=unit.formats.reduce, device=unit.group.device)

@@ -87,7 +87,7 @@ class Handle:
 
     def wait(self) -> Tensor:
         """Block until the result is ready (on CUDA: make the current stream wait for it). Calling it again returns the same result,
-        for which another stream waits then, too.
+        for which another stream waits then, too; but two threads may not call it at once.
 
         raises: RankLost, CollectiveTimeout
         """
@@ -128,7 +128,7 @@ def waits_here_too(wait: Callable[[], object], device: torch.device) -> Callable
 
     def both() -> None:
         if torch.cuda.current_stream(device) != here:
-            with torch.cuda.stream(here):   # first, so that it waits for nothing else that the other stream was given
+            with torch.cuda.stream(here):   # first: it then waits for nothing that the other was given, which waits for what it was given
                 wait()
         wait()
 

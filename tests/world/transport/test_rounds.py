@@ -169,6 +169,25 @@ def test_a_small_tensor_costs_one_meeting(ranks):
     assert ranks(3).each(body) == [["run", "mark", "follow", "follow", "run", "end"]] * 3
 
 
+def test_a_step_of_many_calls_and_windows_makes_its_views_and_copies_in_the_first_two_rounds(ranks, monkeypatch):
+    """Windows take turns with two slots."""
+    made, fill = [], rounds.Slots.fill
+    monkeypatch.setattr(rounds.Slots, "fill", lambda slots, *args: [made.append(args), *fill(slots, *args)][1:])
+
+    def body(group, rank):
+        tensors = [torch.ones(n) for n in [*range(1, 400), *[40 * SMALL_SLOT] * 12]]
+        counts = []
+        for _ in range(4):
+            for x in tensors:
+                group.allreduce([x]).wait()
+            group.barrier().wait()
+            counts.append(len(made))
+        return counts
+
+    for first, second, *later in ranks(2).each(body):
+        assert 0 < first <= second and later == [second] * 2
+
+
 def test_a_buffer_that_is_shared_on_some_ranks_only_is_staged_on_all(ranks):
     def body(group, rank):
         shared = group.buffer((4096,))

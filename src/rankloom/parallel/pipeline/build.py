@@ -12,6 +12,7 @@ from rankloom.parallel.pipeline.measure import MeasuredPiece, measure_pieces, st
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import HOOKS, Hooks, Loss, MicroBatch, Pipeline
 from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
+from rankloom.world.connect import expect_cpu_backend
 from rankloom.world.group import Group
 
 
@@ -27,7 +28,8 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     example:      a micro-batch to measure the pieces with, for stages that take equally long; left out, stages have equally many pieces
     memory:       with an example: the most bytes a stage may hold of parameters and of what a micro-batch leaves for its backward
     sent:         the model once, from rank 0, as `data_parallel`; nothing of a model on the meta device
-    raises:       ConfigError; ModelMismatch, on all ranks, when their pieces differ
+    raises:       ConfigError, also for a process group that carries no tensors of the CPU when parameters are tied over stages;
+                  ModelMismatch, on all ranks, when their pieces differ
 
     This rank trains the parameters of `pipeline.stages`. Drop the whole model to free the rest.
     """
@@ -44,10 +46,12 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     costs = None if measured is None or sizes is None else stage_costs(measured, sizes)
     runs = send_gradients_first(named_schedule(schedule, stages, microbatches, chunks, costs))
     modules = make_stages(pieces, sizes or balance([1.0] * len(pieces), stages))
+    if tied := find_tied(modules):
+        expect_cpu_backend(group)   # stages tell each other there whether they have a gradient
     whole = nn.ModuleList(modules)
     if not any(param.is_meta for param in whole.parameters()):
         make_replicas_equal(whole, group)   # a tied parameter that differs would stay two
-    return Pipeline({stage: modules[stage] for stage in runs.held_by(group.rank)}, group, runs, loss, tied=find_tied(modules), hooks=hooks)
+    return Pipeline({stage: modules[stage] for stage in runs.held_by(group.rank)}, group, runs, loss, tied=tied, hooks=hooks)
 
 
 def sizes_by_measure(measured: Sequence[MeasuredPiece], stages: int, memory: float | None = None) -> list[int]:

@@ -15,7 +15,7 @@ from rankloom.base.errors import DeviceError
 from rankloom.world.transport.cuda_driver import Block, give_back, on_device, open_block, take_block, wait_value, write_value
 from rankloom.world.transport.device import RELEASED
 
-KEPT_VIEWS = 256   # views of memory that are kept for the next call with the same tensors: making one asks the driver about the address
+KEPT_VIEWS = 4096   # views of memory that are kept for the next call with the same tensors: making one asks the driver about the address
 RESCUE = -3   # the priority of streams in which nothing ever waits: the highest that torch has
 
 

@@ -14,17 +14,16 @@ work on the device. Queues could wait for marks without a meeting. But at the me
 how long their parts are, so that all find the same fault or none; a lost rank is noticed there, by name; and a queue that
 only waits for work which was already submitted can never deadlock, however few queues the hardware has.
 
-A GPU runs the queues of one process at a time, and a switch to another takes longer than the sum of 64 MiB. So in a shared buffer one
-rank adds up all, and the others only wait for it. The next call is summed by the rank before it: where the GPU goes around the
-processes that is the last to come, which finds the others waiting, adds up, and is the first in the round for the call after. So each rank
-has its turn once a call, where shares would take two.
+A GPU runs the queues of one process at a time. So in a shared buffer one rank adds up all, and the others only wait for it. The next call
+is summed by the rank before it: where the GPU goes around the processes that is the last to come, which finds the others waiting, adds up,
+and is the first in the round for the call after. So each rank has its turn once a call, where shares would take two, and another kernel.
 
 device.py defines what is needed of a device; cuda.py implements it.
 """
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any
@@ -59,7 +58,7 @@ IN_SHARES = 1 << 20      # bytes from which adding up everything on every rank c
 REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
 DEALT = (REDUCE_SCATTER, SCATTER, ALL_TO_ALL)   # another lane for each rank
 HOME, LENGTHS = 5, 7                            # indices in the row that a rank sends at the first meeting of a call
-KEPT = 1024              # things made of arguments that are kept for when these come again: a call takes a few
+KEPT = 1024              # calls that are kept for when they come again, and for each what is made of it: a window takes two or four
 Steps = Sequence[Callable[[], object]]
 """What a queue is to run, in order."""
 
@@ -79,12 +78,25 @@ def shares(nbytes: int, ranks: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class Lanes:
-    """A collective whose inputs and outputs are byte tensors. As in `Call`: one lane for each rank, one for all, or none."""
+    """A collective whose inputs and outputs are byte tensors. As in `Call`: one lane for each rank, one for all, or none.
+
+    kept: what was made of it by `once`. Calls come again, with the same arguments, and views of memory cost more to make than to use
+    """
 
     said: Said
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     timeout: float
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, make: Callable[..., Any], *args: Any) -> Any:
+        """`make(*args)`, or what it has given before."""
+        key = make, args
+        if key not in self.kept:
+            if len(self.kept) >= KEPT:
+                self.kept.clear()
+            self.kept[key] = make(*args)
+        return self.kept[key]
 
     @property
     def kind(self) -> int:
@@ -159,7 +171,7 @@ class Slots:
                 if len(target) and not is_home(source, target)]
 
 
-def in_place(regions: Regions, lanes: Lanes, region: int, offset: int) -> Steps:
+def in_place(lanes: Lanes, regions: Regions, region: int, offset: int) -> Steps:
     """The sum of a part of a region, in the memory of all ranks."""
     pieces = [part[offset:offset + lanes.longest] for part in regions.parts(region)]
     return combining(pieces, pieces, lanes)
@@ -185,9 +197,8 @@ def find_fault(table: np.ndarray, ranks: Sequence[int]) -> str | None:
     return None
 
 
-@lru_cache(KEPT)
 def read_rows(rows: bytes, ranks: Sequence[int]) -> tuple[str | None, int, set[tuple[int, int]]]:
-    """What is wrong with the rows of all ranks, or None; the longest lane; the regions of the inputs. Calls come again, so rows do."""
+    """What is wrong with the rows of all ranks, or None; the longest lane; the regions of the inputs."""
     table = np.frombuffer(rows, np.int64).reshape(len(ranks), -1)
     homes = {(region, offset) for region, offset in table[:, HOME:LENGTHS].tolist()}
     return find_fault(table, ranks), int(table[:, LENGTHS:LENGTHS + len(ranks)].max()), homes
@@ -208,13 +219,11 @@ class Rounds:
         self._met = 0      # meetings so far
         self._summed = 0   # sums in place so far
         self._table = (ctypes.c_int64 * (channel.size * (LENGTHS + 2 * channel.size)))()   # the rows of all ranks
-        # Calls come again, with the same arguments, and views of memory cost more to make than to use.
-        self._once: Callable[..., Any] = lru_cache(KEPT)(lambda make, *args: make(*args))
+        self._read: Callable[..., Lanes] = lru_cache(KEPT)(partial(read_lanes, device, channel.rank, channel.size))
 
     def run(self, call: Sequence[Any], timeout: float) -> None:
         """Submit a collective, given as to a kernel. raises: RankLost, CollectiveTimeout, CollectiveMismatch on all ranks"""
-        rank, size = self._channel.rank, self._channel.size
-        lanes = self._once(read_lanes, self._device, rank, size, call, timeout)
+        size, lanes = self._channel.size, self._read(call, timeout)
         is_large = lanes.kind == ALL_REDUCE and lanes.longest >= IN_SHARES
         home = self._regions.find(lanes.inputs[0]) if is_large else NOWHERE
         is_staged = home == NOWHERE and not (is_large and size > 2)
@@ -224,20 +233,20 @@ class Rounds:
         if home != NOWHERE and homes == {home}:
             self._reduce_in_place(lanes, *home)
         elif is_large and size > 2:
-            for half in self._once(lanes.in_shares, rank, size):
+            for half in lanes.once(lanes.in_shares, self._channel.rank, size):
                 self._pass(half, half.longest, is_staged=False)
         else:
             self._pass(lanes, longest, is_staged=homes == {NOWHERE})
 
-    def _submit(self, steps: Callable[..., Steps], *args: Any) -> None:
-        for step in self._once(steps, *args):
+    def _submit(self, steps: Callable[..., Steps], lanes: Lanes, *args: Any) -> None:
+        for step in lanes.once(steps, lanes, *args):
             self._device.run(step)
 
     def _announce(self, lanes: Lanes, home: tuple[int, int]) -> tuple[int, set[tuple[int, int]]]:
         """The first meeting. Returns the longest lane of all ranks, and the regions of their inputs."""
-        row = self._once(lanes.row, home, self._channel.size)
+        row = lanes.once(lanes.row, home, self._channel.size)
         self._meet(lanes, told=(ctypes.addressof(row), ctypes.addressof(self._table), ctypes.sizeof(row)))
-        fault, longest, homes = read_rows(bytes(self._table), self._channel.ranks)
+        fault, longest, homes = lanes.once(read_rows, bytes(self._table), self._channel.ranks)
         if fault:
             raise CollectiveMismatch(f"{self._channel.where(KINDS[lanes.kind])}: {fault}")
         return longest, homes
@@ -272,7 +281,7 @@ class Rounds:
         adder = -self._summed % self._channel.size
         if adder == self._channel.rank:
             try:
-                self._submit(in_place, self._regions, lanes, region, offset)
+                self._submit(in_place, lanes, self._regions, region, offset)
             except BaseException:   # of memory on the device, say
                 self._channel.abort()   # the others are on their way to a meeting to which this rank will not come
                 raise
