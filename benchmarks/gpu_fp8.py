@@ -49,6 +49,12 @@ def text(size: int) -> torch.Tensor:
     return torch.frombuffer(found[:size], dtype=torch.uint8).long()
 
 
+def rows_of(corpus: torch.Tensor, rows: int, length: int, draw: torch.Generator) -> torch.Tensor:
+    """Pieces of the text from anywhere, [rows, length]."""
+    starts = torch.randint(0, len(corpus) - length, (rows,), generator=draw)
+    return torch.stack([corpus[at : at + length] for at in starts])
+
+
 def worker(args: argparse.Namespace) -> None:
     """One variant, in this process."""
     device = the_device()
@@ -69,8 +75,7 @@ def worker(args: argparse.Namespace) -> None:
     seconds, losses = [], []
     tenth = max(1, args.steps // 10)
     for step in range(1, args.steps + 1):
-        starts = torch.randint(0, len(corpus) - config.seq_len - 1, (rows,), generator=draw)
-        piece = torch.stack([corpus[at : at + config.seq_len + 1] for at in starts]).to(device)
+        piece = rows_of(corpus, rows, config.seq_len + 1, draw).to(device)
         synchronize(device)
         begin = time.perf_counter()
         layers.begin_step(whole=True)

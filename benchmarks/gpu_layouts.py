@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from common import Words, count, keep, machine, show, synchronize, the_device, try_ranks
-from gpu_fp8 import text
+from gpu_fp8 import rows_of, text
 
 import rankloom as rl
 from rankloom.models.config import GPTConfig, MoEConfig, parameter_count, preset
@@ -74,9 +74,7 @@ def worker(args: argparse.Namespace) -> None:
     corpus, draw = text(1 << 20), torch.Generator().manual_seed(0)
     seconds, losses = [], []
     for _ in range(args.steps):
-        starts = torch.randint(0, len(corpus) - config.seq_len - 1, (rows,), generator=draw)
-        piece = torch.stack([corpus[at : at + config.seq_len + 1] for at in starts])
-        mine = piece.tensor_split(engine.group.size)[engine.group.rank]
+        mine = rows_of(corpus, rows, config.seq_len + 1, draw).tensor_split(engine.group.size)[engine.group.rank]
         synchronize(world.device)
         begin = time.perf_counter()
         losses.append(engine.step((mine[:, :-1].contiguous(), mine[:, 1:].contiguous())).loss)

@@ -11,7 +11,6 @@ rest is of two steps under torch's profiler, which slows Python, and so widens g
 import argparse
 import json
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from common import Words, count, keep, machine, run_alone, show, synchronize
-from gpu_sharded import VARIANTS, WARM_UP, fsdp2, ours, shape, tokens_of
+from gpu_sharded import VARIANTS, WARM_UP, run, shape, step_of, tokens_of
 from torch.profiler import ProfilerActivity, profile
 
 import rankloom as rl
@@ -72,22 +71,15 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     config, rows = shape(variant, args.small)
     world = rl.init(rl.Mesh(shard=1))
-    device, compiled = world.device, not args.eager
-    step = fsdp2(variant, config, device, compiled) if variant.kind == "FSDP2" else ours(variant, config, world, compiled)
-    batch, seconds = tokens_of(config, rows, world), []
-    for _ in range(WARM_UP + args.repeat):
-        synchronize(device)
-        begin = time.perf_counter()
-        step(batch)
-        synchronize(device)
-        seconds.append(time.perf_counter() - begin)
+    device, step, batch = world.device, step_of(variant, config, world, compiled=not args.eager), tokens_of(config, rows, world)
+    seconds, _ = run(step, batch, device, WARM_UP + args.repeat)
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
     with profile(activities=activities, acc_events=True) as watched:
         for _ in range(STEPS):
             step(batch)
         synchronize(device)
     kernels = kernels_of(watched.events(), device)
-    Path(args.out).write_text(json.dumps({"seconds": statistics.median(seconds[WARM_UP:]), "kernels": kernels}))
+    Path(args.out).write_text(json.dumps({"seconds": statistics.median(seconds), "kernels": kernels}))
 
 
 def times_of(found: dict) -> tuple[dict[str, float], Counter[str]]:

@@ -115,6 +115,11 @@ def fsdp2(variant: Variant, config: GPTConfig, device: torch.device, compiled: b
     return plain_step(model, adamw(model.parameters()), language_model_loss if variant.loss == CHUNKS else whole_logits)
 
 
+def step_of(variant: Variant, config: GPTConfig, world: rl.World, compiled: bool) -> Step:
+    """A step of a variant."""
+    return fsdp2(variant, config, world.device, compiled) if variant.kind == "FSDP2" else ours(variant, config, world, compiled)
+
+
 def tokens_of(config: GPTConfig, rows: int, world: rl.World) -> tuple:
     """This rank's rows of the global batch: random tokens, the same in every step."""
     each = rows // world.size
@@ -156,13 +161,13 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     config, rows = shape(variant, args.small)
     world = rl.init(rl.Mesh(shard=variant.ranks))
-    device, compiled = world.device, not args.eager
+    device = world.device
     if variant.offload and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(BUDGET / torch.cuda.get_device_properties(device).total_memory)
     torch.zeros(1, device=device)   # the context is there before anything is counted
     world.barrier()
     with Device(device) as watched:
-        step = fsdp2(variant, config, device, compiled) if variant.kind == "FSDP2" else ours(variant, config, world, compiled)
+        step = step_of(variant, config, world, compiled=not args.eager)
         steps = 2 + args.repeat // 3 if variant.offload else WARM_UP + args.repeat
         seconds, losses = run(step, tokens_of(config, rows, world), device, steps)
     peaks = world.all_gather_object(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0)

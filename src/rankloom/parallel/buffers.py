@@ -1,7 +1,7 @@
 """Buffers that training changes (running statistics) stay equal on all ranks: they are averaged after each step.
 
-None of this waits for a GPU, in whose queue the backward still is: what is known of versions goes from CPU to CPU, and a comparison of
-samples is read one step after it was queued.
+From the second step on none of this waits for a GPU, in whose queue the backward still is: what is known of versions goes from CPU to CPU,
+and a comparison of samples is read one step after it was queued.
 """
 
 from collections.abc import Callable, Mapping, Set
