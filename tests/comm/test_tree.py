@@ -9,6 +9,8 @@ import torch
 import rankloom as rl
 from provenance import trace
 from rankloom.comm.broadcast import Tree, binomial_tree
+from rankloom.comm.choose import in_two_levels
+from rankloom.comm.subgroup import Subgroup
 from rankloom.comm.tree import double_tree, double_tree_all_reduce, tree_all_reduce, tree_reduce, tree_reduce_bill
 
 RANKS = [*range(1, 18), 31, 32, 33]
@@ -140,3 +142,14 @@ def test_the_double_tree_is_refused_where_tags_mean_nothing(one_queue):
             double_tree_all_reduce(torch.ones(4), world)
 
     rl.simulate(2, body)
+
+
+def test_the_double_tree_is_refused_on_a_subgroup_whose_messages_are_those_of_such_a_group():
+    def body(world):
+        world.__class__ = type("InOrder", (type(world),), {"in_order": True})   # this group alone: a subgroup is of another class
+        with pytest.raises(rl.ConfigError, match=r"double_tree_all_reduce in group 'world, ranks \(0, 1\)': .* messages over NCCL"):
+            in_two_levels(double_tree_all_reduce)(torch.ones(4), world)   # between nodes
+        with pytest.raises(rl.ConfigError, match="messages over NCCL"):
+            double_tree_all_reduce(torch.ones(4), Subgroup(world, (0, 1)))
+
+    rl.simulate(2, body, topology=rl.Topology.even(2, 1))

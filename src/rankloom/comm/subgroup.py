@@ -32,6 +32,11 @@ class Subgroup(Group):
                          topology=whole.topology.among(members))
         self.ledger, self.whole, self.members = whole.ledger, whole, tuple(members)
 
+    @property
+    def in_order(self) -> bool:
+        """As the whole group, whose messages these are."""
+        return self.whole.in_order
+
     def send(self, x: Tensor, to: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Send `x` to rank `to` of this subgroup."""
         return self.whole.send(x, self.members[self._peer(to)], tag=tag, label=label, async_op=async_op)
