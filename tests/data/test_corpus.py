@@ -97,13 +97,17 @@ def test_a_change_of_text_split_or_tokenizer_is_never_served_from_the_cache(many
     assert not (np.array_equal(before.train, after.train) and np.array_equal(before.validation, after.validation))
 
 
-def test_a_cache_damaged_by_a_crash_is_made_again(many, tmp_path):
+@pytest.mark.parametrize(("name", "content"), [
+    ("*.train.bin", "\0\0"), ("*.train.bin.json", ""), ("*.validation.bin.json", '{"dtype": "uint32"}'),
+    *(("*[!n].json", content) for content in ("", "{}", "[]", '{"dtype": "rubbish"}', '{"dtype": "uint16", "train": null}'))])
+def test_a_cache_damaged_by_a_crash_is_made_again(name, content, many, tmp_path):
     good = prepare_corpus(many, tokenizer="bytes", cache=tmp_path / "c")
-    wanted = good.train.tolist()
-    broken = next((tmp_path / "c" / "tokens").glob("*.train.bin"))
-    broken.unlink()
-    broken.write_bytes(b"\0\0")
-    assert prepare_corpus(many, tokenizer="bytes", cache=tmp_path / "c").train.tolist() == wanted
+    wanted = good.train.tolist(), good.validation.tolist()
+    broken, = (tmp_path / "c" / "tokens").glob(name)
+    broken.unlink()   # mapped memory stays
+    broken.write_text(content)
+    again = prepare_corpus(many, tokenizer="bytes", cache=tmp_path / "c")
+    assert (again.train.tolist(), again.validation.tolist()) == wanted
 
 
 def test_ranks_that_race_get_the_same_tokens(many, tmp_path):

@@ -162,13 +162,13 @@ def _tokens(source: str | Path, tokenizer: Tokenizer, folder: Path, cut: tuple[S
     name = tokenizer_hash(tokenizer)
     base = folder / "tokens" / _key(*_split_key(*cut), name)
     paths = base.with_suffix(".train.bin"), base.with_suffix(".validation.bin")
-    note = base.with_suffix(".json")
-    if not _complete(note, paths):
+    notes = *(Path(f"{path}.json") for path in paths), base.with_suffix(".json")
+    if not _complete(notes, paths):
         counts = _encode(source, tokenizer, cut, paths, progress)
         entry = {"source": str(source), "source_sha256": cut[0].fingerprint, "tokenizer_sha256": name,
                  "dtype": token_dtype(tokenizer.vocab_size).name, "train": counts[0], "validation": counts[1]}
-        for path in (*(Path(f"{p}.json") for p in paths), note):
-            with replacing(path) as temporary:
+        for note in notes:
+            with replacing(note) as temporary:
                 temporary.write_text(json.dumps(entry))
     train, held = (open_tokens(path) for path in paths)
     return train, held
@@ -180,14 +180,15 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _complete(note: Path, paths: tuple[Path, Path]) -> bool:
-    """Whether both arrays exist, and are as long as the note says."""
-    if not note.exists():
+def _complete(notes: Sequence[Path], paths: tuple[Path, Path]) -> bool:
+    """Whether both arrays exist, and are as long as all notes say. A power cut may leave notes empty: they count as missing."""
+    try:
+        entry, *others = map(read_json, notes)
+        size = np.dtype(entry["dtype"]).itemsize
+        return entry["train"] * size == paths[0].stat().st_size and entry["validation"] * size == paths[1].stat().st_size \
+            and others == [entry] * len(others)
+    except (FileNotFoundError, DataError, KeyError, TypeError):
         return False
-    entry = read_json(note)
-    size = np.dtype(entry["dtype"]).itemsize
-    wanted = (entry["train"] * size, entry["validation"] * size)
-    return all(path.exists() and path.stat().st_size == n for path, n in zip(paths, wanted, strict=True))
 
 
 def _encode(source: str | Path, tokenizer: Tokenizer, cut: tuple[Survey, Split], paths: tuple[Path, Path],
