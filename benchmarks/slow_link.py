@@ -29,7 +29,7 @@ import rankloom as rl
 from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.choose import in_two_levels
 from rankloom.comm.compress import compressed_all_reduce
-from rankloom.comm.quantize import INT8, Floats
+from rankloom.comm.quantize import INT8
 from rankloom.comm.two_levels import TwoLevels
 from rankloom.world.agent import LEASH
 
@@ -37,9 +37,8 @@ INTERFACE, PORT = "slow", 29555
 BURST = "32kb"          # what may pass at full speed after a pause: a quarter of a millisecond's worth of 1 Gbit/s
 SEGMENT = "16384"       # bytes that the kernel hands over at once; a network card cuts them in packets, here nobody need
 ADDRESS = "10.77.0.{}"
-BARS = {"int8": 3.7, "int4": 7, "1bit": 20, "powersgd": 50, "hierarchical": 1.4, "hierarchical, overlapped": 1.4,
-        "hierarchical, int8 between": 5.5, "hierarchical, overlapped, shared memory inside": 1.4,
-        "hierarchical, int8 between, shared memory inside": 5.5}
+BARS = {"int8": 3.7, "int4": 7, "1bit": 20, "powersgd": 50, "hierarchical": 1.4,
+        "hierarchical, int8 between": 5.5, "hierarchical, int8 between, shared memory inside": 5.5}
 
 
 # ---------------------------------------------------------------------- two hosts and a wire
@@ -157,11 +156,9 @@ def variants(world: rl.World, side: int) -> dict[str, tuple[Callable[[torch.Tens
     if world.size == 2:
         names = ("bf16", "int8", "int4", "1bit", "topk", "powersgd")
         return base | {name: (compressed_all_reduce(name, [(0, (side, side))]), world) for name in names}
-    near, exact = rl.init(backend="rankloom"), Floats(torch.float32)
+    near = rl.init(backend="rankloom")
     return base | {"hierarchical": (in_two_levels(), world),
-                   "hierarchical, overlapped": (TwoLevels(Blockwise(exact)), world),
                    "hierarchical, int8 between": (TwoLevels(Blockwise(INT8)), world),
-                   "hierarchical, overlapped, shared memory inside": (TwoLevels(Blockwise(exact)), near),
                    "hierarchical, int8 between, shared memory inside": (TwoLevels(Blockwise(INT8)), near)}
 
 

@@ -3,7 +3,6 @@
 import math
 import random
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -366,9 +365,3 @@ def test_powersgd_wants_to_know_where_the_matrices_are_and_that_they_fit():
 def test_an_unknown_name_is_answered_with_the_nearest_known_one():
     with pytest.raises(rl.ConfigError, match="there is no compression 'int88'. Did you mean 'int8'"):
         compressed_all_reduce("int88")
-
-
-def test_without_memory_quantising_remembers_nothing():
-    reduce = Blockwise(replace(INT8, remembers=False))
-    rl.simulate(2, lambda world: reduce(draw(10, world.rank), world) if world.rank == 0 else Blockwise(INT8)(draw(10, 1), world))
-    assert reduce._own is None

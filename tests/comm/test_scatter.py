@@ -20,7 +20,7 @@ def values(rank: int, p: int, each: int) -> torch.Tensor:
 def sent(form: Format, x: torch.Tensor) -> torch.Tensor:
     """What arrives of `x`, without an error of earlier steps."""
     records, back = torch.zeros(-(-len(x) // form.block), form.record, dtype=torch.uint8), torch.empty_like(x)
-    form.quantise(x, None, records)
+    form.quantise(x, torch.zeros_like(x), records)
     form.dequantise(records, back)
     return back
 

@@ -165,7 +165,7 @@ INLINED void add1(const uint8_t *record, float *v)
             v[bit * (BLOCK1 / 8) + i] += float_of(mean | (packed[i] << (31 - bit) & SIGN));
 }
 
-/* The three passes over memory, for one format. `error` may be NULL: then no error is kept. */
+/* The three passes over memory, for one format. */
 #define PASSES(BITS)                                                                                                   \
     CLONED static void quantise##BITS(const float *x, float *error, uint8_t *out, Py_ssize_t n)                        \
     {                                                                                                                  \
@@ -175,10 +175,9 @@ INLINED void add1(const uint8_t *record, float *v)
             if (count < BLOCK##BITS)                                                                                   \
                 memset(v, 0, sizeof v);                                                                                \
             memcpy(v, x + at, count * sizeof(float));                                                                  \
-            if (error)                                                                                                 \
-                for (Py_ssize_t i = 0; i < count; i++)                                                                 \
-                    v[i] += error[at + i];                                                                             \
-            if (encode##BITS(v, (int)count, out, left) && error)                                                       \
+            for (Py_ssize_t i = 0; i < count; i++)                                                                     \
+                v[i] += error[at + i];                                                                                 \
+            if (encode##BITS(v, (int)count, out, left))                                                                \
                 memcpy(error + at, left, count * sizeof(float));                                                       \
         }                                                                                                              \
     }                                                                                                                  \
@@ -188,10 +187,9 @@ INLINED void add1(const uint8_t *record, float *v)
             float v[BLOCK##BITS] = {0}, left[BLOCK##BITS];                                                             \
             for (Py_ssize_t rank = 0; rank < ranks; rank++)                                                            \
                 add##BITS(inbox + (rank * blocks + at) * RECORD##BITS, v);                                             \
-            if (error)                                                                                                 \
-                for (int i = 0; i < BLOCK##BITS; i++)                                                                  \
-                    v[i] += error[at * BLOCK##BITS + i];                                                               \
-            if (encode##BITS(v, BLOCK##BITS, out + at * RECORD##BITS, left) && error)                                  \
+            for (int i = 0; i < BLOCK##BITS; i++)                                                                      \
+                v[i] += error[at * BLOCK##BITS + i];                                                                   \
+            if (encode##BITS(v, BLOCK##BITS, out + at * RECORD##BITS, left))                                           \
                 memcpy(error + at * BLOCK##BITS, left, sizeof left);                                                   \
         }                                                                                                              \
     }                                                                                                                  \
@@ -239,69 +237,48 @@ static int expect_bytes(const char *what, const Py_buffer *held, Py_ssize_t expe
     return held->len == expected;
 }
 
-/* `None`, or a writable buffer; returns 0 with an exception set. */
-static int optional_buffer(PyObject *given, Py_buffer *held)
-{
-    held->buf = NULL;
-    return given == Py_None || PyObject_GetBuffer(given, held, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) == 0;
-}
-
-static void release(Py_buffer *held)
-{
-    if (held->buf)
-        PyBuffer_Release(held);
-}
-
 static PyObject *py_quantise(PyObject *module, PyObject *args)
 {
-    Py_buffer x, out, error;
-    PyObject *remembered;
+    Py_buffer x, error, out;
     int bits;
-    if (!PyArg_ParseTuple(args, "iy*Ow*", &bits, &x, &remembered, &out))
+    if (!PyArg_ParseTuple(args, "iy*w*w*", &bits, &x, &error, &out))
         return NULL;
     const Format *format = format_of(bits);
     const Py_ssize_t n = x.len / (Py_ssize_t)sizeof(float), blocks = format ? (n + format->block - 1) / format->block : 0;
-    int fine = format && optional_buffer(remembered, &error);
+    const int fine = format && expect_bytes("out", &out, blocks * format->record) && expect_bytes("error", &error, x.len);
     if (fine) {
-        fine = expect_bytes("out", &out, blocks * format->record) && (!error.buf || expect_bytes("error", &error, x.len));
-        if (fine) {
-            Py_BEGIN_ALLOW_THREADS
-            format->quantise(x.buf, error.buf, out.buf, n);
-            Py_END_ALLOW_THREADS
-        }
-        release(&error);
+        Py_BEGIN_ALLOW_THREADS
+        format->quantise(x.buf, error.buf, out.buf, n);
+        Py_END_ALLOW_THREADS
     }
-    release(&x);
-    release(&out);
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&error);
+    PyBuffer_Release(&out);
     return fine ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *py_fold(PyObject *module, PyObject *args)
 {
-    Py_buffer inbox, out, error;
-    PyObject *remembered;
+    Py_buffer inbox, error, out;
     int bits;
     Py_ssize_t ranks;
-    if (!PyArg_ParseTuple(args, "iy*nOw*", &bits, &inbox, &ranks, &remembered, &out))
+    if (!PyArg_ParseTuple(args, "iy*nw*w*", &bits, &inbox, &ranks, &error, &out))
         return NULL;
     const Format *format = format_of(bits);
     const Py_ssize_t blocks = format ? out.len / format->record : 0;
-    int fine = format && optional_buffer(remembered, &error);
+    int fine = ranks >= 0 && ranks <= PY_SSIZE_T_MAX / (out.len + 1);   /* otherwise the number of bytes would overflow */
+    if (format && !fine)
+        PyErr_Format(PyExc_ValueError, "there is no inbox of %zd ranks", ranks);
+    fine = fine && format && expect_bytes("out", &out, blocks * format->record) && expect_bytes("inbox", &inbox, ranks * out.len)
+        && expect_bytes("error", &error, blocks * format->block * (Py_ssize_t)sizeof(float));
     if (fine) {
-        fine = ranks >= 0 && ranks <= PY_SSIZE_T_MAX / (out.len + 1);   /* otherwise the number of bytes would overflow */
-        if (!fine)
-            PyErr_Format(PyExc_ValueError, "there is no inbox of %zd ranks", ranks);
-        fine = fine && expect_bytes("out", &out, blocks * format->record) && expect_bytes("inbox", &inbox, ranks * out.len)
-            && (!error.buf || expect_bytes("error", &error, blocks * format->block * (Py_ssize_t)sizeof(float)));
-        if (fine) {
-            Py_BEGIN_ALLOW_THREADS
-            format->fold(inbox.buf, ranks, error.buf, out.buf, blocks);
-            Py_END_ALLOW_THREADS
-        }
-        release(&error);
+        Py_BEGIN_ALLOW_THREADS
+        format->fold(inbox.buf, ranks, error.buf, out.buf, blocks);
+        Py_END_ALLOW_THREADS
     }
-    release(&inbox);
-    release(&out);
+    PyBuffer_Release(&inbox);
+    PyBuffer_Release(&error);
+    PyBuffer_Release(&out);
     return fine ? Py_NewRef(Py_None) : NULL;
 }
 
@@ -319,14 +296,14 @@ static PyObject *py_dequantise(PyObject *module, PyObject *args)
         format->dequantise(wire.buf, x.buf, n);
         Py_END_ALLOW_THREADS
     }
-    release(&wire);
-    release(&x);
+    PyBuffer_Release(&wire);
+    PyBuffer_Release(&x);
     return fine ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyMethodDef METHODS[] = {
-    {"quantise", py_quantise, METH_VARARGS, "quantise(bits, x, error or None, out)"},
-    {"fold", py_fold, METH_VARARGS, "fold(bits, inbox, ranks, error or None, out)"},
+    {"quantise", py_quantise, METH_VARARGS, "quantise(bits, x, error, out)"},
+    {"fold", py_fold, METH_VARARGS, "fold(bits, inbox, ranks, error, out)"},
     {"dequantise", py_dequantise, METH_VARARGS, "dequantise(bits, wire, x)"},
     {NULL, NULL, 0, NULL},
 };

@@ -29,15 +29,14 @@ class Blockwise(Compressed):
 
     piece:  values sent together; left out, as many as make PIECE_BYTES of records
     sent:   2(p-1) messages for each piece; 2(p-1) records for every p blocks, the last ones rounded up
-    memory: n + n/p fp32 errors, where the format keeps errors; during the all-reduce, five pieces in the format
+    memory: n + n/p fp32 errors; during the all-reduce, five pieces in the format
     source: Seide et al. 2014 (error feedback); Tang et al. 2021, 1-bit Adam (in both rounds); Wang et al. 2023, ZeRO++ (all-to-all)
     """
 
     def __init__(self, form: Format, piece: int | None = None):
         super().__init__()
         self.form, self._piece = form, piece or PIECE_BYTES // form.record * form.block
-        self._own: Tensor | None = None    # [n] the errors of this rank's values
-        self._sums: Tensor | None = None   # [n/p] the errors of the sums of this rank's chunks, piece by piece
+        self._own = self._sums = torch.empty(0, device="cpu")   # the errors: see `remember`
 
     def _sum(self, values: Tensor, group: Group) -> None:
         self.remember(len(values), group)
@@ -45,8 +44,8 @@ class Blockwise(Compressed):
         staggered([self.stages(at, values[at : at + step], group) for at in range(0, len(values), step)])
 
     def remember(self, n: int, group: Group) -> None:
-        """On the first call, allocate the errors of n values."""
-        if self.form.remembers and self._own is None:
+        """On the first call, allocate the errors of this rank's n values, and those of the sums of its chunks, piece by piece."""
+        if not len(self._own):
             chunk = group.size * self.form.block
             self._own = torch.zeros(n, dtype=torch.float32, device=group.device)
             self._sums = torch.zeros(-(-n // chunk) * self.form.block, dtype=torch.float32, device=group.device)
@@ -56,8 +55,7 @@ class Blockwise(Compressed):
         p, form = group.size, self.form
         blocks = -(-len(x) // form.block)
         each = -(-blocks // p)   # blocks of one rank
-        own = None if self._own is None else self._own[at : at + len(x)]
-        sums = None if self._sums is None else self._sums[at // p :][: each * form.block]
+        own, sums = self._own[at : at + len(x)], self._sums[at // p :][: each * form.block]
         records = x.new_empty(p * each, form.record, dtype=torch.uint8)
         records[blocks:] = 0   # padding: no rank reads it, but uninitialised memory must not be sent
         form.quantise(x, own, records[:blocks])
@@ -75,13 +73,12 @@ class Blockwise(Compressed):
 
     def held(self) -> int:
         """Bytes kept between steps."""
-        return sum(error.nbytes for error in (self._own, self._sums) if error is not None)
+        return self._own.nbytes + self._sums.nbytes
 
     def rescale(self, factor: float) -> None:
         """Multiply the errors."""
-        for error in (self._own, self._sums):
-            if error is not None:
-                error.mul_(factor)
+        self._own.mul_(factor)
+        self._sums.mul_(factor)
 
     def bill(self, n: int, group: Group) -> Bill:
         """What this rank of `group` sends for n values."""

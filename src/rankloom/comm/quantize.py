@@ -17,7 +17,7 @@ GPU, torch computes the same bits here.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,17 +48,13 @@ class Format(Protocol):
     def record(self) -> int:
         """Bytes of a record."""
 
-    @property
-    def remembers(self) -> bool:
-        """Whether the error is kept for the next step."""
-
-    def quantise(self, x: Tensor, error: Tensor | None, out: Tensor) -> None:
+    def quantise(self, x: Tensor, error: Tensor, out: Tensor) -> None:
         """Write the records of `x + error` to `out`; `error` becomes the new error, x + error - the dequantised records.
 
-        x, error: [n] fp32; without `error` none is kept   out: uint8 [records, record]
+        x, error: [n] fp32   out: uint8 [records, record]
         """
 
-    def fold(self, inbox: Tensor, error: Tensor | None, out: Tensor) -> None:
+    def fold(self, inbox: Tensor, error: Tensor, out: Tensor) -> None:
         """Sum the records of all ranks, in rank order and in fp32, and write the records of the sum + error to `out`.
 
         inbox: uint8 [p, records, record]   error: [records * block] fp32, as in `quantise`   out: uint8 [records, record]
@@ -74,27 +70,24 @@ class Blocks:
 
     bits: int
     block: int
-    remembers: bool = True
 
     @property
     def record(self) -> int:
         """Bytes of a block."""
         return HEAD + self.block * self.bits // 8
 
-    def quantise(self, x: Tensor, error: Tensor | None, out: Tensor) -> None:
+    def quantise(self, x: Tensor, error: Tensor, out: Tensor) -> None:
         """See Format."""
         if NATIVE and x.device.type == "cpu":
-            _quantize.quantise(self.bits, memory_of(x), _memory(error), memory_of(out))
+            _quantize.quantise(self.bits, memory_of(x), memory_of(error), memory_of(out))
             return
-        left = _encode(_padded(x if error is None else x + error, self.block), x.numel(), self.bits, out)
-        if error is not None:
-            kept = _padded(error, self.block)
-            error.copy_(torch.where(_finite(out), left, kept).view(-1)[: error.numel()])
+        left = _encode(_padded(x + error, self.block), x.numel(), self.bits, out)
+        error.copy_(torch.where(_finite(out), left, _padded(error, self.block)).view(-1)[: error.numel()])
 
-    def fold(self, inbox: Tensor, error: Tensor | None, out: Tensor) -> None:
+    def fold(self, inbox: Tensor, error: Tensor, out: Tensor) -> None:
         """See Format."""
         if NATIVE and inbox.device.type == "cpu":
-            _quantize.fold(self.bits, memory_of(inbox), inbox.shape[0], _memory(error), memory_of(out))
+            _quantize.fold(self.bits, memory_of(inbox), inbox.shape[0], memory_of(error), memory_of(out))
             return
         total = torch.zeros(out.shape[0], self.block, dtype=torch.float32, device=out.device)
         for records in inbox:
@@ -124,25 +117,17 @@ class Floats:
         """Bytes of a block."""
         return self.block * self.dtype.itemsize
 
-    @property
-    def remembers(self) -> bool:
-        """Whether there is an error: not if the format is fp32."""
-        return self.dtype.itemsize < torch.float32.itemsize
-
-    def quantise(self, x: Tensor, error: Tensor | None, out: Tensor) -> None:
+    def quantise(self, x: Tensor, error: Tensor, out: Tensor) -> None:
         """See Format. A value that is not finite, or too large for the format, leaves its error as it is."""
         out[-1:].zero_()
         sent = out.view(self.dtype).view(-1)[: x.numel()]
-        if error is None:
-            sent.copy_(x)
-            return
         wanted = x + error
         left = wanted.sub_(sent.copy_(wanted).float())
         if x.device.type != "cpu" or not left.sum().isfinite():   # on a CPU, the choice by value takes ten times as long as all the rest
             left = torch.where(left.isfinite(), left, error)
         error.copy_(left)
 
-    def fold(self, inbox: Tensor, error: Tensor | None, out: Tensor) -> None:
+    def fold(self, inbox: Tensor, error: Tensor, out: Tensor) -> None:
         """See Format."""
         floats = inbox.view(self.dtype)
         total = floats[0].float()
@@ -153,10 +138,6 @@ class Floats:
     def dequantise(self, wire: Tensor, x: Tensor) -> None:
         """See Format."""
         x.copy_(wire.view(self.dtype).view(-1)[: x.numel()])
-
-
-def _memory(x: Tensor | None) -> Any:
-    return None if x is None else memory_of(x)
 
 
 # ---------------------------------------------------------------------- the same in torch

@@ -27,7 +27,7 @@ class CompressedScatter:
 
     piece:  values of a slice that are sent together; left out, as many as make PIECE_BYTES of records for all ranks
     sent:   p-1 messages for each piece; a record for each block of another rank's slice, the last ones of a piece rounded up
-    memory: n(p-1)/p fp32 errors, where the format keeps errors; during the call, two pieces in the format
+    memory: n(p-1)/p fp32 errors; during the call, two pieces in the format
     source: Wang et al. 2023, ZeRO++ (quantised gradients by all-to-all); Seide et al. 2014 (error feedback)
     """
 
@@ -46,21 +46,22 @@ class CompressedScatter:
         if x.numel() != p * each or (errors is not None and errors.shape != (p - 1, each)):
             known = "" if errors is None else f"; it remembers errors of {errors.shape[1]} values for each of {errors.shape[0]} others"
             raise ShapeMismatch(f"{group.where(LABEL)}: {x.numel()} values cannot be dealt to {p} ranks as {each} each{known}")
-        if self.form.remembers and errors is None:
-            self._errors = torch.zeros(p - 1, each, dtype=torch.float32, device=x.device)
+        if errors is None:
+            errors = self._errors = torch.zeros(p - 1, each, dtype=torch.float32, device=x.device)
         slices = x.float().view(p, each)   # no copy where it is fp32
         total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
         step = self.step(p)
-        staggered([self._stages(at, slices[:, at : at + step], total[at : at + step], group) for at in range(0, each, step)])
+        pieces = [slice(at, at + step) for at in range(0, each, step)]
+        staggered([self._stages(slices[:, piece], errors[:, piece], total[piece], group) for piece in pieces])
         return out if total is out else out.copy_(total)
 
-    def _stages(self, at: int, x: Tensor, total: Tensor, group: Group) -> Iterator[None]:
-        """Sum one piece, which begins at value `at` of every slice. x: [p, values]   total: [values]"""
-        form, values = self.form, x.shape[1]
+    def _stages(self, x: Tensor, errors: Tensor, total: Tensor, group: Group) -> Iterator[None]:
+        """Sum one piece of every slice. x: [p, values]   errors: [p - 1, values]   total: [values]"""
+        form = self.form
         others = [rank for rank in range(group.size) if rank != group.rank]
-        records = x.new_zeros(group.size, -(-values // form.block), form.record, dtype=torch.uint8)
-        for place, rank in enumerate(others):
-            form.quantise(x[rank], None if self._errors is None else self._errors[place, at : at + values], records[rank])
+        records = x.new_zeros(group.size, -(-x.shape[1] // form.block), form.record, dtype=torch.uint8)
+        for rank, error in zip(others, errors):
+            form.quantise(x[rank], error, records[rank])
         dealt = start_all_to_all(records, group, label=LABEL)
         yield
         inbox, term = dealt(), torch.empty_like(total)
