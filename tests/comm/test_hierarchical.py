@@ -7,14 +7,7 @@ import torch
 
 import rankloom as rl
 from provenance import trace
-from rankloom.comm.halving import (
-    doubling_all_gather,
-    doubling_all_gather_bill,
-    halving_all_reduce,
-    halving_all_reduce_bill,
-    halving_reduce_scatter,
-    halving_reduce_scatter_bill,
-)
+from rankloom.comm.halving import halving_all_reduce, halving_all_reduce_bill
 from rankloom.comm.hierarchical import (
     hierarchical_all_reduce,
     hierarchical_all_reduce_bill,
@@ -104,15 +97,12 @@ def test_one_node_alone_asks_nothing_between():
     assert rl.simulate(3, body) == [[3.0] * 3] * 3
 
 
-def test_halving_inside_and_between_is_charged_as_such():
+def test_halving_between_nodes_is_charged_as_such():
     def body(world):
-        hierarchical_all_reduce(torch.zeros(21), world, MIXED, between=halving_all_reduce,
-                                inside=(halving_reduce_scatter, doubling_all_gather))
+        hierarchical_all_reduce(torch.zeros(21), world, MIXED, between=halving_all_reduce)
         return rl.Bill(sent=world.ledger.bytes, messages=world.ledger.messages)
 
-    assert rl.simulate(6, body) == [hierarchical_all_reduce_bill(
-        21, MIXED, 4, rank, between=halving_all_reduce_bill,
-        inside=(halving_reduce_scatter_bill, doubling_all_gather_bill)) for rank in range(6)]
+    assert rl.simulate(6, body) == [hierarchical_all_reduce_bill(21, MIXED, 4, rank, between=halving_all_reduce_bill) for rank in range(6)]
 
 
 def test_much_less_leaves_a_node_than_with_a_flat_ring():

@@ -43,13 +43,11 @@ Nodes = Sequence[Sequence[int]]
 
 
 def hierarchical_all_reduce(x: Tensor, group: Group, nodes: Nodes, *,
-                            inside: tuple[Callable[..., Tensor], Callable[..., Tensor]] = (ring_reduce_scatter, ring_all_gather),
                             between: Callable[[Tensor, Group], Tensor] = ring_all_reduce) -> Tensor:
     """Sum `x` over the group, in place: inside each node, between nodes, and back. Every rank ends with the same bits.
 
     x:       any shape of n elements, contiguous, the same on each of p ranks
     nodes:   the ranks of each node; the same on each rank
-    inside:  a reduce-scatter and an all-gather; not used where nodes differ in size
     between: the all-reduce between nodes: `between(slice, group) -> slice`, in place; slices are in fp32 where x is narrower
     sent:    inside 2(s-1) messages, 2n(s-1)/s elements per rank, with s ranks in a node; between 2(m-1) messages and
              2n(m-1)/(sm) elements, with m nodes, unless `between` sends less
@@ -61,11 +59,10 @@ def hierarchical_all_reduce(x: Tensor, group: Group, nodes: Nodes, *,
     node = nodes[_node_of(group, nodes)]
     sums, peers, place = flat.to(summing_dtype(x.dtype)), Subgroup(group, node), node.index(group.rank)
     if _are_even(nodes):
-        reduce_scatter, all_gather = inside
-        mine = reduce_scatter(sums, peers)
+        mine = ring_reduce_scatter(sums, peers)
         if len(nodes) > 1:
             mine = between(mine, Subgroup(group, [other[place] for other in nodes]))
-        all_gather(mine.to(x.dtype), peers, out=flat)
+        ring_all_gather(mine.to(x.dtype), peers, out=flat)
         return x
     tree_reduce(sums, peers)
     if place == 0:
@@ -147,17 +144,15 @@ def _are_even(nodes: Nodes) -> bool:
 
 
 def hierarchical_all_reduce_bill(n: int, nodes: Nodes, itemsize: int, rank: int = 0, *, wide: int = 1,
-                                 inside: tuple[Callable[..., Bill], Callable[..., Bill]] = (ring_reduce_scatter_bill, ring_all_gather_bill),
                                  between: Callable[..., Bill] = ring_all_reduce_bill) -> Bill:
-    """What `rank` sends in `hierarchical_all_reduce`; `inside` and `between` are the bills of its algorithms."""
+    """What `rank` sends in `hierarchical_all_reduce`; between: the bill of the all-reduce between nodes"""
     here = next(at for at, node in enumerate(nodes) if rank in node)
     size, place = len(nodes[here]), nodes[here].index(rank)
     if not _are_even(nodes):
         leader = between(n, len(nodes), itemsize * wide, here) if place == 0 else Bill()
         return tree_reduce_bill(n, size, itemsize * wide, place) + leader + binomial_broadcast_bill(n, size, itemsize, place)
-    reduce_scatter, all_gather = inside
     across = between(chunk_sizes(n, size)[place], len(nodes), itemsize * wide, here)
-    return reduce_scatter(n, size, itemsize * wide, place) + across + all_gather(n, size, itemsize, place)
+    return ring_reduce_scatter_bill(n, size, itemsize * wide, place) + across + ring_all_gather_bill(n, size, itemsize, place)
 
 
 def hierarchical_all_to_all_bill(n: int, nodes: Nodes, itemsize: int, rank: int = 0, *, wide: int = 1) -> Bill:

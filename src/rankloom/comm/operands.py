@@ -12,7 +12,7 @@ from torch import Tensor
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.shares import chunk_sizes
 from rankloom.world.group import Group
-from rankloom.world.transport.operands import expect_operand
+from rankloom.world.transport.operands import expect_operand, is_narrow
 
 
 def require_contiguous(x: Tensor, group: Group, label: str) -> Tensor:
@@ -44,7 +44,7 @@ def summing_dtype(dtype: torch.dtype) -> torch.dtype:
     >>> summing_dtype(torch.bfloat16), summing_dtype(torch.float64), summing_dtype(torch.int8)
     (torch.float32, torch.float64, torch.int8)
     """
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+    return torch.float32 if is_narrow(dtype) else dtype
 
 
 def widening(dtype: torch.dtype) -> int:

@@ -6,7 +6,8 @@ closed or garbage-collected. An error in the thread is raised where its batch is
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -81,9 +82,9 @@ class Loader:
         self.step = start_step
         self._device = torch.device(device)
         self._work = _Work(samples, global_batch, share(rank, ranks, global_batch), seed,
-                           range(start_step, steps) if steps is not None else None,
                            ahead=ahead, pin=self._device.type == "cuda")
-        self._thread = threading.Thread(target=self._work.run, args=(start_step,), name="rankloom-loader", daemon=True)
+        to_make = count(start_step) if steps is None else range(start_step, steps)
+        self._thread = threading.Thread(target=self._work.run, args=(to_make,), name="rankloom-loader", daemon=True)
         self._finalizer = weakref.finalize(self, self._work.stop)
         self._thread.start()
 
@@ -117,10 +118,8 @@ class Loader:
 class _Work:
     """All that the thread refers to. A reference to the loader would keep the loader alive for ever."""
 
-    def __init__(self, samples: Samples, global_batch: int, rows: range, seed: int, steps: range | None, *,
-                 ahead: int, pin: bool):
-        self.samples, self.global_batch, self.rows, self.seed = samples, global_batch, rows, seed
-        self.steps, self.pin = steps, pin
+    def __init__(self, samples: Samples, global_batch: int, rows: range, seed: int, *, ahead: int, pin: bool):
+        self.samples, self.global_batch, self.rows, self.seed, self.pin = samples, global_batch, rows, seed, pin
         self.items: SimpleQueue[Batch | BaseException] = SimpleQueue()
         self.slots = threading.Semaphore(max(1, ahead))
         self.stopped = threading.Event()
@@ -130,15 +129,14 @@ class _Work:
         self.stopped.set()
         self.slots.release()
 
-    def run(self, step: int) -> None:
-        """The thread: wait for a free slot, make a batch, go to the next step."""
+    def run(self, steps: Iterable[int]) -> None:
+        """The thread: for each step wait for a free slot, then make its batch."""
         try:
-            while self.steps is None or step in self.steps:
+            for step in steps:
                 self.slots.acquire()
                 if self.stopped.is_set():
                     break
                 self.items.put(self.make(step))
-                step += 1
             self.items.put(StopIteration())
         except BaseException as error:      # raised again in `__next__`, whatever its type
             self.items.put(error)
