@@ -18,11 +18,11 @@ from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.events import Progressed, Sink, Timed
 from rankloom.base.quantities import show_bytes
 from rankloom.base.topology import Topology
-from rankloom.comm.algorithms import ALGORITHMS, NEEDS_TAGS
-from rankloom.comm.price import BACKEND, algorithms_on
+from rankloom.comm.algorithms import ALGORITHMS, on_nodes
+from rankloom.comm.price import BACKEND, algorithms_on, needs_tags
 from rankloom.world.group import Group
 
-NAMES = [*dict.fromkeys(name for table in ALGORITHMS.values() for name in table), "hierarchical", BACKEND]
+NAMES = [*dict.fromkeys(name for table in (ALGORITHMS, on_nodes(())) for ways in table.values() for name in ways), BACKEND]
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECONDS_PER_TURN = 0.003    # so that the barrier and the clock weigh little
 CALLS_PER_TURN = 100        # at most
@@ -69,7 +69,8 @@ def expect_subjects(study: Study, topology: Topology) -> None:
     subjects = {collective: study.subjects(collective, topology) for collective in study.collectives}
     for name in study.algorithms:
         if not any(name in names for names in subjects.values()):
-            needs = "; it needs several nodes of several ranks, see --topology" if name == "hierarchical" else ""
+            is_flat = any(name in table for table in ALGORITHMS.values())
+            needs = "" if is_flat else "; it needs several nodes of several ranks, see --topology"
             raise ConfigError(f"there is no {name} {' or '.join(study.collectives)} on {topology}{needs}")
     for collective, names in subjects.items():
         if not names:
@@ -103,7 +104,7 @@ def time_size(collective: str, nbytes: int, study: Study, group: Group, tell: Ca
     """Check, then time the algorithms of one collective at one size. tell: called with the fraction done, 0 to 1"""
     names, dtype = study.subjects(collective, group.topology), DTYPES[study.dtype]
     if not study.algorithms and group.in_order:
-        names = [name for name in names if name not in NEEDS_TAGS]
+        names = [name for name in names if not needs_tags(collective, name, group.topology)]
     algorithms = [algorithm(collective, name, group.topology) for name in names]
     n = elements(collective, nbytes, dtype, group.size)
     wrong = [wrong_elements(run, collective, n, dtype, group) for run in algorithms]

@@ -16,10 +16,10 @@ from rankloom.base.errors import ConfigError, ShapeMismatch, did_you_mean
 from rankloom.base.expect import expect_callable
 from rankloom.base.quantities import show_bytes, show_seconds
 from rankloom.base.topology import Topology
-from rankloom.comm.algorithms import ALGORITHMS, NEEDS_TAGS
+from rankloom.comm.algorithms import ALGORITHMS
 from rankloom.comm.hierarchical import hierarchical_all_reduce
 from rankloom.comm.operands import widening
-from rankloom.comm.price import BACKEND, Price, algorithms_on, price, route
+from rankloom.comm.price import BACKEND, Price, algorithms_on, needs_tags, price, route
 from rankloom.comm.ring import ring_all_reduce
 from rankloom.world.group import Group
 
@@ -83,7 +83,8 @@ def describe_decisions(topology: Topology) -> str:
 def auto_all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum `x` over the group, in place, with the all-reduce that should be fastest for its size. x: any shape, contiguous"""
     candidates = [one.name for one in decide(x.nbytes, group.topology, wide=widening(x.dtype)).candidates]
-    algorithm = all_reduce_named(next(name for name in candidates if not (name in NEEDS_TAGS and group.in_order)))
+    able = (name for name in candidates if not (group.in_order and needs_tags("all_reduce", name, group.topology)))
+    algorithm = all_reduce_named(next(able))
     return group.all_reduce(x) if algorithm is None else algorithm(x, group)
 
 

@@ -16,10 +16,6 @@ from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.quantities import bus_factor
 from rankloom.base.topology import Links, Topology
 from rankloom.comm.algorithms import ALGORITHMS, Algorithm, on_nodes
-from rankloom.comm.hierarchical import hierarchical_all_reduce_paths, hierarchical_all_to_all_paths
-
-LEVELS = {"all_reduce": hierarchical_all_reduce_paths, "all_to_all": hierarchical_all_to_all_paths}
-CROWDED = ("halving", "doubling", "pairwise")   # algorithms in which all ranks of a node send to other nodes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +59,11 @@ def algorithms_on(collective: str, topology: Topology) -> dict[str, Algorithm]:
     return ALGORITHMS[collective] | (on_nodes(topology.nodes).get(collective, {}) if two_levels else {})
 
 
+def needs_tags(collective: str, name: str, topology: Topology) -> bool:
+    """Whether algorithm `name` cannot run on a group whose messages ignore tags. The backend's own can."""
+    return name != BACKEND and algorithms_on(collective, topology)[name].needs_tags
+
+
 def route(collective: str, name: str, nbytes: int, topology: Topology, *, wide: int = 1) -> Route:
     """The route of `nbytes` in a collective by algorithm `name` over all ranks of a topology. wide: see comm/algorithms.py"""
     several, p = len(topology.nodes) > 1, topology.size
@@ -72,11 +73,11 @@ def route(collective: str, name: str, nbytes: int, topology: Topology, *, wide: 
     largest = max(topology.nodes, key=len)
     bills = [chosen.bill(nbytes, p, 1, rank, wide=wide) for rank in largest]
     work = ("host", Path(sum(bill.messages for bill in bills), sum(bill.sent for bill in bills)))
-    if name == "hierarchical":
-        inside, between = LEVELS[collective](nbytes, topology.nodes, wide=wide)
+    if chosen.levels:
+        inside, between = chosen.levels(nbytes, p, wide=wide)
         return Route((("inside", inside), ("between", _shared(between, len(largest) if topology.is_even() else 1)), work))
     path = chosen.path(nbytes, p, wide=wide)
-    way = ("between", _shared(path, len(largest) if name in CROWDED else 1)) if several else ("inside", path)
+    way = ("between", _shared(path, len(largest) if chosen.crowded else 1)) if several else ("inside", path)
     return Route((way, work))
 
 
