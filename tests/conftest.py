@@ -59,7 +59,7 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def what_earlier_files_left_is_not_looked_at_again():
+def freeze_garbage_of_earlier_files():
     """A full collection takes as long as there are objects, and some tests ask for two."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Describe how ranks differ that should all have been given the same."""
+"""Describe how values differ that should be equal on all ranks."""
 
 from collections.abc import Mapping, Sequence
 

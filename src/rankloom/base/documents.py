@@ -14,8 +14,9 @@ Documents = tuple[tuple[int, ...], ...]   # for each row: where its documents be
 def document_cuts(documents: Tensor | Sequence[Sequence[int]] | None, length: int, rows: int | None = None) -> Documents:
     """Where the documents of each row begin, and where the row ends.
 
-    documents: a number for each token [B, T], equal within a document; or each row's cumulative lengths, (0, ..., T); None: one a row
-    rows:      of the batch, if known: the documents are those of each row, or of one that stands for all
+    documents: a number for each token [B, T], equal within a document; or each row's cumulative lengths, (0, ..., T); None: each row is
+               one document
+    rows:      how many rows the batch has, if known; `documents` then has as many, or one that holds for all
     raises:    DataError for another shape, when lengths do not add up to `length`, or a document number comes back after another
 
     >>> import torch

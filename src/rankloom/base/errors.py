@@ -51,7 +51,7 @@ class ModelMismatch(RankloomError, ValueError):
 
 
 class CollectiveMismatch(RankloomError, RuntimeError):
-    """Ranks called different collectives, or the same in another order, or deal rows that do not meet (found in debug mode)."""
+    """Ranks called different collectives, or the same in another order, or send other numbers of rows than are expected (debug mode)."""
 
 
 class RankLost(RankloomError, RuntimeError):

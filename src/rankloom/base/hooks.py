@@ -52,10 +52,10 @@ def hook_gradient(param: nn.Parameter, method: Callable[..., None], *args: str |
 
 
 def hook_before_others(tensors: Sequence[Tensor], call: Callable[[Tensor], None]) -> None:
-    """Call `call(gradient)` when a backward comes to the first of these tensors, before hooks that they have.
+    """Call `call(gradient)` when a backward comes to the first of these tensors, before the hooks that they have already.
 
-    torch calls the hooks of a tensor in the order in which they were registered. One of these may run a backward inside of the backward,
-    as of an implicit layer, and this must have been told of the outer one before.
+    torch calls the hooks of a tensor in the order in which they were registered. One of them may run a backward of its own, as an implicit
+    layer does, and `call` must hear of the outer backward before that.
     """
     # If a view is changed in place later, autograd rebuilds its history from its base, and never calls the view's own hook.
     hooked = [*tensors, *(tensor._base for tensor in tensors if tensor._base is not None and tensor._base.requires_grad)]
@@ -73,7 +73,10 @@ def waiting_for(param: Tensor) -> Iterator[Any]:
 
 
 def landed(param: Tensor, name: str, rank: int, *, sparse: bool = False) -> Tensor:
-    """The gradient that backward has left in `param.grad`. raises: UnitError when it is gone, or `sparse` and may not be"""
+    """`param.grad`, right after backward has added to it.
+
+    raises: UnitError if a user's hook removed it, or if it is sparse and `sparse` is False
+    """
     if param.grad is None:
         raise UnitError(f"rank {rank}: a hook has taken the gradient of {name} away before it was summed over ranks. Hooks may read or "
                         "change gradients; clear them with `optimizer.zero_grad()`, after the step")

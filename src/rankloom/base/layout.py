@@ -216,7 +216,7 @@ def conjugate(src: Layout, dst: Layout, axis: str) -> Move:
 
 
 def joined(layouts: Sequence[Layout], axis: str, where: str = "joined") -> Layout:
-    """The layout along `axis` of the result of a function, from those of its operands, one at least: any other wins over a whole.
+    """The layout along `axis` of a function's result, from those of its operands (at least one). Any other layout wins over `whole`.
 
     >>> whole, used, cut = map(Layout.parse, ("[..., width]", "[..., width] -tensor", "[..., width/tensor]"))
     >>> print(joined([whole, used], "tensor"), joined([cut, used], "tensor"), sep=", ")

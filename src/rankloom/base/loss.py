@@ -48,7 +48,7 @@ def loss_dtype(dtype: torch.dtype) -> torch.dtype:
 def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a weight's gradient waits for backward: its own, but fp32 for fp16.
 
-    Only backward brings the loss scale, which must be able to make a gradient fit that fp16 does not have.
+    Only backward multiplies by the loss scale. Until then fp16 could not hold a gradient that fits it only with the scale.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -56,8 +56,8 @@ def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
 def add_sum_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left.T @ right, for total [V, W] in `loss_dtype`, left [n, V], right [n, W].
 
-    On CUDA one matrix product adds 16-bit factors to an fp32 total; apart, the product would be written, read again, and rounded. On
-    the CPU, and where the compiler looks on, a product of two fp16 factors is made of fp32 ones: its sum over rows may be infinite in fp16.
+    On CUDA one kernel multiplies 16-bit factors and adds to the fp32 total; in two, the product would be rounded, written and read again.
+    On the CPU, and under torch.compile, fp16 factors are cast to fp32 first: the sum of their products over rows may be infinite in fp16.
     """
     if left.dtype == right.dtype == total.dtype:
         total.addmm_(left.T, right)
@@ -78,8 +78,8 @@ def chunk_rows(vocab_size: int, device: str) -> int:
 def take_auxiliary_loss(module: nn.Module) -> Tensor | None:
     """The sum of the auxiliary losses of the last training forward of each layer, such as routers' (models/moe.py); None if there are none.
 
-    Calls `take_auxiliary` of every layer that has it, which also clears the layer's loss. In the loss of an engine they are
-    of all forwards in training, with gradients, since they were taken.
+    Calls `take_auxiliary` of every layer that has it, which also clears the layer's loss. Under an engine (`adds_up`)
+    a layer's loss is the sum over all training forwards since the last call, not only the last.
     """
     layers: list[Any] = [layer for layer in module.modules() if hasattr(type(layer), "take_auxiliary")]
     taken = [layer.take_auxiliary() for layer in layers]

@@ -35,7 +35,10 @@ def runs_together(model: nn.Module) -> bool:
 
 
 def with_memory(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: where torch's default device is meta, `function` makes tensors in CPU memory. What names a device is made there."""
+    """Decorator for functions that need tensors with values: where torch's default device is meta, they run with the CPU as default.
+
+    Tensors made with `device=` are not affected.
+    """
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():

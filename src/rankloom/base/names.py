@@ -11,7 +11,7 @@ def full_name(module: str, key: str) -> str:
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Whether what has this name stands in a module, the model ("") or another, and is not the module itself.
+    """Whether `name` is that of something inside the module named `module` ("" is the model), not of the module itself.
 
     >>> is_inside("blocks.1.norm", "blocks.1"), is_inside("blocks.10", "blocks.1"), is_inside("blocks", "")
     (True, False, True)

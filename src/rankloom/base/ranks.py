@@ -63,7 +63,7 @@ class RankPart:
 
 
 def modules_of(part: RankPart) -> list[str]:
-    """The repeated blocks that a rank has something of, and the modules beside them, in the order of the model."""
+    """The blocks and the other modules of which a rank holds a part, in the order of the model."""
     return list(dict.fromkeys(_piece(parameter.name) for parameter in part.parameters))
 
 
@@ -84,7 +84,7 @@ def kind_of(name: str) -> str:
 
 
 def say_modules(pieces: Iterable[str]) -> str:
-    """In few words.
+    """The names of modules, with runs of blocks shortened.
 
     >>> say_modules(["embedding", "blocks.0", "blocks.1", "blocks.2", "norm"])
     'embedding, blocks 0-2, norm'
@@ -122,6 +122,6 @@ def say_numbers(numbers: Sequence[int]) -> str:
 
 
 def experts_of(part: RankPart) -> tuple[range, int] | None:
-    """The routed experts that are here, and how many a layer has in all; None of a dense model, or a stage without a block."""
+    """The routed experts that are here, and how many a layer has in all; None for a dense model, or a stage without a block."""
     found = next((parameter for parameter in part.parameters if ".experts." in parameter.name), None)
     return None if found is None else (range(*found.spans[0][0]), found.whole[0])

@@ -26,10 +26,9 @@ def stream(seed: int, *key: str | int, device: torch.device | str = "cpu") -> to
 
 
 def usual_values(name: str, like: Tensor) -> Tensor:
-    """Random values for a parameter of a model that is only looked at, the same on every rank.
+    """Stand-in weights for a trial forward, the same on every rank: of a size at which activations neither vanish nor grow.
 
-    Matrices and gates with which activations neither vanish nor grow, and small biases.
-    like: has its shape, dtype and device
+    like: a tensor of the shape, dtype and device wanted
     """
     drawn = torch.randn(like.shape, generator=stream(0, name, device=like.device), device=like.device)
     usual = drawn * like.shape[-1] ** -0.5 if like.dim() > 1 else float(not name.endswith("bias")) + 0.1 * drawn

@@ -42,7 +42,7 @@ def common(one: Box, other: Box) -> Box | None:
 def make_up(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     """Whether the boxes hold each element of a tensor of this shape once, and nothing else.
 
-    The corners of a box, with alternating signs, tell which elements it has; so do the sums of those of many boxes.
+    By inclusion and exclusion: each box counts +1 or -1 at each of its corners. The boxes make up the tensor if these sum to its own.
 
     >>> make_up([(Span(0, 2),), (Span(2, 5),)], (5,)), make_up([(Span(0, 2),), (Span(1, 4),)], (5,))
     (True, False)

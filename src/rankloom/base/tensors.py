@@ -24,8 +24,10 @@ def version_of(x: Tensor) -> int:
 
 
 def keep_until_read(x: Tensor) -> None:
-    """Where this stream reads what is then replaced: on a GPU, when `x` is freed, nothing gets its memory before the stream has come to
-    that place. Without this, memory that was allocated in another stream would be free for that stream at once."""
+    """Call before dropping the last reference to `x` while the current CUDA stream may still have to read it.
+
+    The allocator frees memory for the stream that allocated it; this (`record_stream`) makes it wait for the current stream, too.
+    """
     if x.is_cuda and x.layout is torch.strided:   # torch can tell this of no other layout
         x.detach().record_stream(torch.cuda.current_stream(x.device))
 
@@ -42,8 +44,8 @@ def overwrite(x: Tensor, values: Tensor) -> None:
 
 @torch.no_grad()
 def copy_into(target: Tensor, x: Tensor) -> Tensor:
-    """`target.copy_(x)`, for large tensors of another dtype: on a GPU, torch's kernel for lists of tensors reads and writes whole vectors,
-    and that of `copy_` single elements where it widens them. Returns the target."""
+    """`target.copy_(x)`; returns the target. Faster for large tensors of another dtype on a GPU: where it widens, the kernel of `copy_`
+    reads and writes single elements, torch's kernel for lists of tensors whole vectors."""
     torch._foreach_copy_([target], [x])
     return target
 

@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 
 
 def with_its_line(error: ValueError, text: str) -> str:
-    """The error of a parser of TOML or JSON, and the line of `text` that it means.
+    """The error of a TOML or JSON parser, followed by the line of `text` that it names.
 
     >>> with_its_line(ValueError("Cannot overwrite a value (at line 2, column 9)"), "lr = 1\\nlr = 2")
     'Cannot overwrite a value (at line 2, column 9): lr = 2'
@@ -30,7 +30,7 @@ def with_its_line(error: ValueError, text: str) -> str:
 
 
 def whole_number(kind: type, words: Sequence[Any]) -> int:
-    """A number from the command line, for cyclopts; `8.5` and `8.0` are none. words: one token"""
+    """Parse a whole number from the command line, for cyclopts. `8.5` and `8.0` are refused. words: one token"""
     try:
         return int(words[0].value)
     except ValueError:
@@ -38,6 +38,6 @@ def whole_number(kind: type, words: Sequence[Any]) -> int:
 
 
 def show_any_text() -> None:
-    """From here on, a character that the encoding of the output has not is shown as a question mark, and is no error."""
+    """From here on, print a question mark for each character that the encoding of the output lacks, instead of raising."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

@@ -67,7 +67,7 @@ def decide(nbytes: int, topology: Topology, *, wide: int = 1) -> Decision:
 
 
 def describe_decisions(topology: Topology) -> str:
-    """One line: which all-reduce "auto" takes, up to which size, for what is summed in its own format, as fp32 gradients are.
+    """One line: which all-reduce "auto" takes, up to which size, for dtypes that are summed as they are, such as fp32.
 
     >>> describe_decisions(Topology.even(1, 1))
     'backend at any size'

@@ -36,7 +36,7 @@ class Fitted:
 
     @property
     def error(self) -> float:
-        """Their median."""
+        """The median of `errors`."""
         return median(error for _, error in self.errors)
 
 

@@ -1,7 +1,7 @@
-"""What compression sends of parameters in steps that do not use them.
+"""Compressed sums of parameters that a step does not use.
 
-Then there are no gradients, but what compression remembers of earlier ones is sent (comm/lossy.py): the sum is what is still owed to the
-parameter. An optimizer must not see it, for it skips parameters without a gradient. So it waits for the next step that uses them.
+Such a parameter has no gradient, but error feedback (comm/lossy.py) still delivers parts of earlier ones, so its sum is not zero. The
+optimizer must not see it, so it waits here and is added to the parameter's next gradient.
 """
 
 import torch
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 class LateSums:
-    """Sums that wait for their parameters' next gradients, of one buffer; those of all ranks that hold it are equal."""
+    """The waiting sums of the parameters of one buffer, equal on all ranks that hold it."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Tensor] = {}
 
     def settle(self, name: str, total: Tensor, *, used: bool) -> None:
-        """Add to `total`, a compressed sum, what waits for it; if no rank has `used` the parameter, let both wait, and set it to zero."""
+        """Add what waits to `total`, a compressed sum. If no rank has `used` the parameter, both wait instead, and `total` becomes zero."""
         waiting = self._waiting.pop(name, None)
         if used:
             if waiting is not None:
                 total.add_(waiting)
             return
-        late = torch.where(total.isfinite(), total, 0.0)   # of a block that is not finite, what is owed is still remembered
+        late = torch.where(total.isfinite(), total, 0.0)   # compression still remembers what a block owes that is not finite
         if waiting is not None:
             late += waiting
         if late.any():
@@ -33,5 +33,5 @@ class LateSums:
         return sum(waiting.nbytes for waiting in self._waiting.values())
 
     def forget(self) -> None:
-        """Another run continues on the buffer."""
+        """Drop all that waits: another run continues on the buffer."""
         self._waiting.clear()

@@ -51,7 +51,7 @@ class Compressed(ABC):
 
     @abstractmethod
     def rescale(self, factor: float) -> None:
-        """Multiply the error, when the unit of the values has changed: by a new loss scale, for instance. By 0: go on as if new."""
+        """Multiply what is remembered, after the unit of the values has changed (a new loss scale). 0 forgets everything."""
 
     @abstractmethod
     def bill(self, n: int, group: Group) -> Bill:

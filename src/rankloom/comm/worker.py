@@ -1,7 +1,7 @@
 """A thread that runs collectives written in Python while backward goes on in the main thread.
 
-Backward may run collectives too: for a loss over the rows of all ranks, for a SyncBatchNorm. Which thread is first is random, and
-differs between ranks. So the worker has a connection of its own.
+The main thread's backward may call collectives as well (SyncBatchNorm, a contrastive loss). Which thread calls first differs between
+ranks; on one connection the calls would be mixed up. So the worker has its own (`Group.twin`).
 """
 
 import weakref

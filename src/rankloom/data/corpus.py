@@ -92,8 +92,8 @@ def _default_cache() -> Path:
 
 
 def choose_split(known: Survey, fraction: float, seed: int) -> Split:
-    """Draw whole documents for validation, up to `fraction` of the text. With fewer than FEW documents, or where most are larger than
-    that and less than half of it is reached, take the tail of each document instead.
+    """Draw whole documents for validation, up to `fraction` of the text. With fewer than FEW documents, or where those that fit give
+    less than half of `fraction`, take the tail of each document instead.
     """
     asked = target = fraction * sum(known.sizes)
     held: list[int] = []

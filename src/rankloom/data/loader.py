@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Samples(Protocol):
-    """A data set whose samples have numbers."""
+    """A data set whose samples are numbered from 0."""
 
     def __len__(self) -> int:
         """How many there are."""

@@ -133,7 +133,8 @@ class MoE(nn.Module):
 
     dispatch:  runs the experts on their rows; replaced where experts are on other ranks
     auxiliary: the auxiliary losses of the last training forward, a sum over tokens; see `take_auxiliary`
-    adds_up:   they are of all training forwards with gradients since they were taken; for whoever always takes them, as an engine does
+    adds_up:   False: `auxiliary` is that of the last training forward. True, set by whoever takes it after every micro-batch: it adds up
+               over training forwards with gradients
     reported_auxiliary: the sum of those taken since the last report, detached; see `take_reported_auxiliary_loss`
     routed:    [E] tokens sent to each expert in training since `rebalance`, dropped ones included
     dropped:   choices dropped because an expert was at capacity
@@ -265,7 +266,7 @@ def balance_loss(row: Tensor, scores: Tensor) -> Tensor:
 
 @contextmanager
 def uncounted(module: nn.Module) -> Iterator[None]:
-    """A trial run: on exit, the expert layers inside `module` get back the counts and losses that they had on entry."""
+    """For a trial run: on exit, the expert layers inside `module` get back the counts and losses that they had on entry."""
     with ExitStack() as until_here:
         for layer in (each for each in module.modules() if isinstance(each, MoE)):
             until_here.enter_context(temporarily(layer, auxiliary=layer.auxiliary, routed=layer.routed, dropped=layer.dropped))

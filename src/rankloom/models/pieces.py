@@ -1,6 +1,6 @@
 """A GPT as a list of pieces that run one after the other, to be cut into stages. Names are those of the whole model.
 
-What replaces modules of the model (tensor parallel) must come first.
+Whatever replaces modules of the model (tensor parallel) must be applied before.
 """
 
 from collections.abc import Callable

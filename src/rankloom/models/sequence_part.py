@@ -14,7 +14,7 @@ from rankloom.base.documents import document_cuts
 
 
 class SequencePart(Protocol):
-    """The part of each sequence that is on this rank. What cuts sequences (parallel/context.py) passes its own to the model."""
+    """The part of each sequence that is on this rank. Context parallel (parallel/context.py) passes its own to the model."""
 
     @property
     def positions(self) -> Tensor | None:
