@@ -17,7 +17,8 @@ import torch
 from common import Words, count, keep, machine, pin_to_core, run_ranks, show
 
 import rankloom as rl
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.context import KINDS, context_parallel
 

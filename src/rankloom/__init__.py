@@ -32,7 +32,7 @@ _HOME = {
     "Precision": "train.precision",
     "Pipe": "train.pipe",
     "GPT": "models.gpt",
-    "GPTConfig": "models.gpt",
+    "GPTConfig": "models.config",
 }
 _ERRORS = (
     "RankloomError", "ConfigError", "MeshError", "BatchError", "StorageError", "DataError", "LossError", "NotContiguous", "ShapeMismatch",

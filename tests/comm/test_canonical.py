@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import rankloom as rl
-from rankloom.comm.canonical import Fold, Node, canonical_all_reduce_bill, owned_leaves, owned_nodes
+from rankloom.base.shares import share
+from rankloom.comm.canonical import Fold, Node, canonical_all_reduce_bill, owned_nodes
 
 LEAVES = [1, 2, 3, 5, 6, 7, 8, 12, 13]
 SPLITS = [(ranks, leaves) for leaves in LEAVES for ranks in range(1, leaves + 1)]
@@ -48,14 +49,14 @@ def leaf_values(leaf: int, n: int, dtype: torch.dtype = torch.float32) -> torch.
 
 def reduce_leaves(world: rl.World, leaves: int, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     fold = Fold(leaves)
-    for leaf in owned_leaves(world.rank, world.size, leaves):
+    for leaf in share(world.rank, world.size, leaves):
         fold.push(Node(leaf, 0), leaf_values(leaf, n, dtype))
     return rl.canonical_all_reduce(fold.values(), world, leaves)
 
 
 @pytest.mark.parametrize(("ranks", "leaves"), SPLITS)
 def test_ranks_own_all_leaves_once_in_order_and_evenly(ranks, leaves):
-    runs = [owned_leaves(rank, ranks, leaves) for rank in range(ranks)]
+    runs = [share(rank, ranks, leaves) for rank in range(ranks)]
     assert [leaf for run in runs for leaf in run] == list(range(leaves))
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
 
@@ -63,7 +64,7 @@ def test_ranks_own_all_leaves_once_in_order_and_evenly(ranks, leaves):
 @pytest.mark.parametrize(("ranks", "leaves"), SPLITS)
 def test_folding_a_run_of_leaves_leaves_exactly_the_nodes_that_the_rank_owns(ranks, leaves):
     for rank in range(ranks):
-        run = owned_leaves(rank, ranks, leaves)
+        run = share(rank, ranks, leaves)
         assert fold_run(run, leaves).nodes() == owned_nodes(run, leaves)
 
 
@@ -71,7 +72,7 @@ def test_folding_a_run_of_leaves_leaves_exactly_the_nodes_that_the_rank_owns(ran
 def test_however_the_leaves_are_split_the_formula_is_that_of_the_tree(ranks, leaves):
     whole = Fold(leaves)
     for rank in range(ranks):
-        part = fold_run(owned_leaves(rank, ranks, leaves), leaves)
+        part = fold_run(share(rank, ranks, leaves), leaves)
         for node, value in zip(part.nodes(), part.values()):
             whole.push(node, value)
     assert whole.total().text == canonical_formula(leaves)

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError, DataError
-from rankloom.models.config import MoEConfig
+from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.generate import choose_token, generate, new_caches
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 
 TINY = GPTConfig(vocab_size=37, seq_len=16, width=16, layers=2, heads=4, kv_heads=2, ffn=24)

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from rankloom.base.errors import DataError
 from rankloom.models import sequence_part
-from rankloom.models.gpt import GPT, GPTConfig, Rotary, check_tokens, rotate
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT, Rotary, check_tokens, rotate
 from rankloom.models.loss import language_model_loss
 
 TINY = GPTConfig(vocab_size=37, seq_len=12, width=16, layers=2, heads=4, kv_heads=2, ffn=24)

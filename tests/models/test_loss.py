@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.loss import add_sum_over_rows
 from rankloom.models import loss as loss_module
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import (
     chunk_rows,
     chunked_cross_entropy,

@@ -14,7 +14,8 @@ import rankloom as rl
 from noting import noting
 from rankloom.base.documents import document_cuts
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.pieces import gpt_pieces
 from rankloom.parallel import context as context_file
 from rankloom.parallel import tiles

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import rankloom as rl
+from rankloom.models.config import GPTConfig
 from rankloom.models.generate import generate
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.models.sequence_part import WHOLE
 from rankloom.parallel.context import KINDS, context_parallel, own_tokens

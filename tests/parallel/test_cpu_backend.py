@@ -7,7 +7,7 @@ from torch import nn
 
 import rankloom as rl
 from patience import AT_ONCE
-from rankloom.models.pieces import gpt_loss, gpt_pieces
+from rankloom.models.pieces import gpt_answer, gpt_pieces
 from rankloom.world.connect import connect, expect_cpu_backend
 
 GLOO, CPU = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
@@ -42,7 +42,7 @@ def test_a_pipeline_whose_stages_share_a_parameter_needs_one_for_the_cpu_too():
     def body(world):
         model = rl.GPT(rl.GPTConfig(vocab_size=8, width=4, layers=2, heads=1, kv_heads=1, ffn=4, seq_len=4, tie=True))
         with pytest.raises(rl.ConfigError, match="a backend for the CPU"):
-            rl.pipeline(gpt_pieces(model), gpt_loss(model), group_of(world, "cuda"), microbatches=2)
+            rl.pipeline(gpt_pieces(model), gpt_answer(model), group_of(world, "cuda"), microbatches=2)
 
     rl.simulate(2, body)
 

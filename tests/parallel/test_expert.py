@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError
-from rankloom.models.config import MoEConfig
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig, MoEConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.moe import MoE
 from rankloom.parallel.all_to_all import deal_rows, deal_rows_bill
 from rankloom.parallel.context import context_parallel

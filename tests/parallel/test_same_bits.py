@@ -6,7 +6,8 @@ from torch import nn
 
 import rankloom as rl
 from awkward import fingerprint, loss_sum, make_batches, make_model, share
-from rankloom.comm.canonical import Fold, Node, owned_leaves
+from rankloom.base import shares
+from rankloom.comm.canonical import Fold, Node
 from rankloom.parallel.same_bits import CanonicalReducer
 
 
@@ -31,7 +32,7 @@ def reduce(world: rl.World, leaves: int, steps: int = 2) -> tuple[dict, list[flo
     for step in range(steps):
         reducer.abandon()
         reducer.begin_shards(leaves)
-        for leaf in owned_leaves(world.rank, world.size, leaves):
+        for leaf in shares.share(world.rank, world.size, leaves):
             loss = model(leaf + step)
             loss.backward()
             reducer.add_shard(leaf, torch.tensor([loss.item(), 1.0], dtype=torch.float64))
@@ -74,7 +75,7 @@ def test_nothing_leaves_before_the_last_leaf():
         for _ in range(2):
             reducer.abandon()
             reducer.begin_shards(4)
-            for leaf in owned_leaves(world.rank, world.size, 4):
+            for leaf in shares.share(world.rank, world.size, 4):
                 model(leaf).backward()
                 reducer.add_shard(leaf, torch.zeros(2, dtype=torch.float64))
                 calls.append(world.ledger.calls)
@@ -93,7 +94,7 @@ def test_a_step_may_have_fewer_leaves_than_the_one_before():
         for leaves in (8, 3):
             reducer.abandon()
             reducer.begin_shards(leaves)
-            for leaf in owned_leaves(world.rank, world.size, leaves):
+            for leaf in shares.share(world.rank, world.size, leaves):
                 model(leaf).backward()
                 reducer.add_shard(leaf, torch.zeros(2, dtype=torch.float64))
             reducer.finish()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rankloom as rl
-from rankloom.comm.canonical import owned_leaves
+from rankloom.base.shares import share
 from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_shards, map_tensors, rows_of, with_halves
 
 Pair = namedtuple("Pair", "x y")
@@ -288,7 +288,7 @@ def test_every_rank_gets_the_rows_of_its_logical_shards_whoever_held_them(held, 
             rl.simulate(ranks, lambda w: deal(w, held, leaves))
         return
     shards = torch.arange(rows).tensor_split(used)
-    expected = [torch.cat([shards[leaf] for leaf in owned_leaves(rank, ranks, used)]).tolist() for rank in range(ranks)]
+    expected = [torch.cat([shards[leaf] for leaf in share(rank, ranks, used)]).tolist() for rank in range(ranks)]
     assert rl.simulate(ranks, lambda w: deal(w, held, leaves)) == [(mine, used) for mine in expected]
 
 

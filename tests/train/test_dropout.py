@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import rankloom as rl
 from awkward import adamw, loss_sum, make_batches, make_model
 from rankloom.base.errors import ConfigError
-from rankloom.models.config import MoEConfig
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig, MoEConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.sequences import cut_sequence
 from rankloom.parallel.tensor.layers import Between

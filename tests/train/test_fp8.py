@@ -12,7 +12,8 @@ from rankloom.base.errors import ConfigError, NonFinite
 from rankloom.base.float8 import E4M3, E5M2, cast, magnitude, scaled_product
 from rankloom.data.text import documents
 from rankloom.models.config import preset
-from rankloom.models.gpt import GPT, language_model_loss
+from rankloom.models.gpt import GPT
+from rankloom.models.loss import language_model_loss
 from rankloom.train import fp8
 from rankloom.train.fp8 import Float8Layers, Float8Linear, Recipe, plan_float8, to_float8
 from rankloom.train.recompute import recompute

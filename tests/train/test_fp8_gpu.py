@@ -9,7 +9,8 @@ from torch import nn
 import rankloom as rl
 from rankloom.base.float8 import E4M3, E5M2, cast, magnitude, multiplies_float8, scaled_product
 from rankloom.models.config import preset
-from rankloom.models.gpt import GPT, language_model_loss
+from rankloom.models.gpt import GPT
+from rankloom.models.loss import language_model_loss
 from rankloom.train.fp8 import Recipe, to_float8
 
 DEVICE = "cuda"

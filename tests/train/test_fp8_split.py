@@ -11,7 +11,8 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.float8 import E4M3, E5M2
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.tensor.holding import gather_whole, holdings
 from rankloom.train.fp8 import Float8Column, Float8Row, InFloat8, Recipe, to_float8

@@ -9,7 +9,8 @@ from torch import nn
 
 import rankloom as rl
 from gradients import expect_equal, gradients
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.measure import Trace

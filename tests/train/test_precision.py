@@ -11,7 +11,8 @@ from torch import nn
 import rankloom as rl
 from awkward import adamw, loss_sum, make_batches, make_model, share, train_plainly
 from rankloom.base.errors import UnitError
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.train import precision

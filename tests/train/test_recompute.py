@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import rankloom as rl
 from gradients import expect_equal, gradients
-from rankloom.models.config import MoEConfig
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig, MoEConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.wrapping import repeated_blocks
 from rankloom.train import recompute as module

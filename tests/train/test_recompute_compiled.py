@@ -10,8 +10,8 @@ from torch import nn
 
 import rankloom as rl
 from gradients import expect_equal, gradients
-from rankloom.models.config import MoEConfig
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig, MoEConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.train import prepare
 from rankloom.train.compiled import compile_blocks

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.models.config import MoEConfig
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig, MoEConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.train import recompute as module
 from rankloom.train.measure import Trace

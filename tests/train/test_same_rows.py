@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.models.gpt import GPT, GPTConfig
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.train.diagnose import expect_one_model
 

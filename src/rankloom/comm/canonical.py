@@ -9,7 +9,7 @@ the shards, its leaves. Which rank computed a leaf makes no difference:
     level 1    (0,1)   (2,3)   (4,5)   (6,7)
     level 0    0   1   2   3   4   5   6   7
 
-1. Every rank owns a contiguous run of leaves. It adds up the largest whole subtrees inside its run: its *nodes*.
+1. Every rank owns a contiguous run of leaves (`base.shares.share`). It adds up the largest whole subtrees inside its run: its *nodes*.
 2. The vector is cut in p chunks. Every rank sends chunk c of its nodes to rank c (all-to-all).
 3. Rank c adds them along the rest of the tree. The finished chunks are gathered (all-gather).
 
@@ -47,15 +47,6 @@ class Node:
     def parent(self) -> "Node":
         """The node one level up."""
         return Node(self.first & ~(1 << self.level), self.level + 1)
-
-
-def owned_leaves(rank: int, ranks: int, leaves: int) -> range:
-    """The contiguous run of leaves that `rank` computes. Where `ranks` does not divide `leaves`, the first ranks own one more.
-
-    >>> [list(owned_leaves(r, 3, 8)) for r in range(3)]
-    [[0, 1, 2], [3, 4, 5], [6, 7]]
-    """
-    return share(rank, ranks, leaves)
 
 
 def owned_nodes(run: range, leaves: int) -> list[Node]:
@@ -120,14 +111,14 @@ class Fold:
 def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, label: str = "canonical_all_reduce") -> Tensor:
     """Sum over all leaves along the tree. Every rank gets the same bits, for any p.
 
-    partials: [n] each, one for each of `owned_nodes(owned_leaves(rank, p, leaves), leaves)`, in that order; on one rank they are
+    partials: [n] each, one for each of `owned_nodes(share(rank, p, leaves), leaves)`, in that order; on one rank they are
               added up in place
     sent:     2(p-1) messages, (k+1) n(p-1)/p elements for a rank with k nodes, n rounded up to a multiple of p; a complex number
               counts as two elements
     raises:   NotContiguous; ConfigError for more ranks than leaves, ShapeMismatch for another number of partials
     """
     p, partials = group.size, [summand(partial, group, label).view(partial.shape) for partial in partials]
-    held = [owned_nodes(owned_leaves(rank, p, leaves), leaves) for rank in range(p)]
+    held = [owned_nodes(share(rank, p, leaves), leaves) for rank in range(p)]
     if p > leaves:
         raise ConfigError(f"{leaves} logical shards cannot feed {p} ranks; use at most {leaves} ranks, or more logical shards")
     if len(partials) != len(held[group.rank]):
@@ -164,5 +155,5 @@ def canonical_all_reduce_bill(n: int, p: int, leaves: int, itemsize: int, rank: 
     """What `rank` sends in `canonical_all_reduce`."""
     if p == 1:
         return Bill()
-    nodes = len(owned_nodes(owned_leaves(rank, p, leaves), leaves))
+    nodes = len(owned_nodes(share(rank, p, leaves), leaves))
     return Bill(sent=(nodes + 1) * (p - 1) * -(-n // p) * itemsize, messages=2 * (p - 1))

@@ -16,19 +16,11 @@ from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.expect import expect_type
 from rankloom.base.loss import take_auxiliary_loss
 from rankloom.base.rng import stream
-from rankloom.models.config import PRESETS, GPTConfig, model_flops_per_token, parameter_count, preset
-from rankloom.models.loss import (
-    Kernel,
-    Output,
-    language_model_loss,
-    plain_language_model_loss,
-)
+from rankloom.models.config import GPTConfig
+from rankloom.models.loss import Kernel, Output
 from rankloom.models.mlp import MLP
 from rankloom.models.moe import Experts, MoE
 from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
-
-__all__ = ["GPT", "PRESETS", "GPTConfig", "KVCache", "check_tokens", "language_model_loss", "model_flops_per_token",
-           "parameter_count", "plain_language_model_loss", "preset"]
 
 INIT_STD = 0.02     # GPT-2's; outputs into the residual stream are divided by sqrt(2 x layers)
 

@@ -57,7 +57,7 @@ def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], SequencePart
 def gpt_answer(model: GPT) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     """answer(BeforeOutput, targets=None): what the model returns: logits [B, T, V]; with targets [B, T] (sum of the loss, count).
 
-    The sum does not include the auxiliary losses of routers: each stage takes those of its own layers.
+    So it is the loss of a pipeline. The sum does not include the auxiliary losses of routers: each stage takes those of its own layers.
     """
     output, kernel = model.output, model.loss_kernel
 
@@ -65,8 +65,3 @@ def gpt_answer(model: GPT) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
         return output(*given, targets, kernel)   # type: ignore[no-any-return]
 
     return answer
-
-
-def gpt_loss(model: GPT) -> Callable[..., Any]:
-    """loss(BeforeOutput, targets [B, T]) -> (sum, count): `gpt_answer`, where there are always targets."""
-    return gpt_answer(model)

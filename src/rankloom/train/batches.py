@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import BatchError
-from rankloom.comm.canonical import owned_leaves
+from rankloom.base.shares import share
 from rankloom.world.group import Group
 
 
@@ -253,7 +253,7 @@ def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
 
 def _wanted_rows(rows: int, ranks: int, shards: int) -> list[int]:
     sizes = [len(shard) for shard in torch.arange(rows, device="cpu").tensor_split(shards)]
-    return [sum(sizes[shard] for shard in owned_leaves(rank, ranks, shards)) for rank in range(ranks)]
+    return [sum(sizes[shard] for shard in share(rank, ranks, shards)) for rank in range(ranks)]
 
 
 def _overlaps(mine: Sequence[int], theirs: Sequence[int], rank: int) -> list[int]:

@@ -29,7 +29,7 @@ from rankloom.base.errors import ConfigError, LossError, UnitError
 from rankloom.base.events import Load, Sink, StepDone
 from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
-from rankloom.comm.canonical import owned_leaves
+from rankloom.base.shares import share
 from rankloom.parallel.context import called_apart
 from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.tokens_apart import Apart
@@ -284,7 +284,7 @@ class Engine:
 
     def _run_in_canonical_order(self, batch: Any) -> Tensor:
         mine, first, shards = deal_shards(batch, self.group, self.settings.logical_shards)
-        run = owned_leaves(self.group.rank, self.group.size, shards)
+        run = share(self.group.rank, self.group.size, shards)
         self.placement.begin_shards(shards)
         pieces = cut_batch(mine, len(run), self.world_rank)
         for shard, piece, rows in zip(run, pieces, self._dropout.number_rows(pieces, self.group, first), strict=True):
@@ -378,7 +378,7 @@ class Engine:
     def _run_alone(self, batch: Any) -> Tensor:
         self.placement.abandon()
         with self.placement.without_reduction():
-            shards = self.settings.logical_shards and len(owned_leaves(self.group.rank, self.group.size, self.settings.logical_shards))
+            shards = self.settings.logical_shards and len(share(self.group.rank, self.group.size, self.settings.logical_shards))
             pieces = cut_again(batch, shards or self.settings.accumulate, self.world_rank)   # as many as in the step, to fit in memory
             numbered = zip(pieces, self._dropout.number_rows(pieces, self.group))
             return torch.stack([self._forward_backward(piece, rows) for piece, rows in numbered]).sum(0)

@@ -15,7 +15,6 @@ import torch
 from rankloom.base.layout import Span
 from rankloom.base.ranks import ParameterPart, RankPart
 from rankloom.base.shares import share
-from rankloom.comm.canonical import owned_leaves
 from rankloom.models.config import GPTConfig
 from rankloom.parallel.context import Context
 from rankloom.parallel.model_split import ModelSplit
@@ -58,7 +57,7 @@ def step_on_paper(engine: Engine) -> None:
     totals = torch.zeros(2, dtype=torch.float64, device=NO_MEMORY)
     if shards:
         placement.begin_shards(shards)
-        for shard in owned_leaves(engine.group.rank, engine.group.size, shards):
+        for shard in share(engine.group.rank, engine.group.size, shards):
             _backward(engine, last=False)
             placement.add_shard(shard, totals)
     else:

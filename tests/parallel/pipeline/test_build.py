@@ -6,7 +6,7 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.models.config import GPTConfig
-from rankloom.models.pieces import gpt_loss, gpt_pieces
+from rankloom.models.pieces import gpt_answer, gpt_pieces
 
 CONFIG = GPTConfig(vocab_size=19, seq_len=8, width=8, layers=4, heads=2, kv_heads=1, ffn=12, tie=True)
 
@@ -35,7 +35,7 @@ def plainly(steps):
 def test_three_steps_of_a_pipeline_are_three_steps_of_the_model(schedule, chunks, measured):
     def body(world):
         model = rl.GPT(CONFIG, dtype=torch.float64)
-        pipe = rl.pipeline(gpt_pieces(model), gpt_loss(model), world, microbatches=4, schedule=schedule, chunks=chunks,
+        pipe = rl.pipeline(gpt_pieces(model), gpt_answer(model), world, microbatches=4, schedule=schedule, chunks=chunks,
                            example=batches()[0] if measured else None)
         params = list({id(p): p for stage in pipe.stages.values() for p in stage.parameters()}.values())
         update = torch.optim.AdamW(params, lr=1e-2)
@@ -61,7 +61,7 @@ def test_three_steps_of_a_pipeline_are_three_steps_of_the_model(schedule, chunks
 def test_where_models_differ_rank_0_s_values_win():
     def body(world):
         model = rl.GPT(CONFIG, seed=world.rank, dtype=torch.float64)
-        pipe = rl.pipeline(gpt_pieces(model), gpt_loss(model), world, microbatches=4)
+        pipe = rl.pipeline(gpt_pieces(model), gpt_answer(model), world, microbatches=4)
         return pipe.step(batches())[0].item(), model.embedding.weight.detach()
 
     with pytest.warns(UserWarning, match=r"models of ranks \[1\] differed"):

@@ -8,8 +8,9 @@ from torch import nn
 
 from awkward import make_model
 from rankloom.base.errors import ConfigError
-from rankloom.models.gpt import GPT, GPTConfig
-from rankloom.models.pieces import gpt_loss, gpt_pieces
+from rankloom.models.config import GPTConfig
+from rankloom.models.gpt import GPT
+from rankloom.models.pieces import gpt_answer, gpt_pieces
 from rankloom.parallel.pipeline.cut import Stage, balance, find_tied, make_stages, pieces_of
 
 CONFIG = dict(vocab_size=19, seq_len=8, width=8, layers=3, heads=2, kv_heads=1, ffn=12)
@@ -24,7 +25,7 @@ def test_pieces_of_a_gpt_in_a_row_are_the_gpt_and_keep_its_names(tie):
     for stage in stages:
         hidden = stage(hidden)
     assert torch.equal(hidden[0], model.hidden(tokens))
-    for mine, truth in zip(gpt_loss(model)(hidden, tokens), model(tokens, targets=tokens)):
+    for mine, truth in zip(gpt_answer(model)(hidden, tokens), model(tokens, targets=tokens)):
         assert torch.equal(mine, truth)
     named = [(name, id(p)) for stage in stages for name, p in stage.named_parameters()]
     assert set(named) == {(name, id(p)) for name, p in model.named_parameters()}

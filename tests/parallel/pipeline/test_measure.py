@@ -12,7 +12,7 @@ import rankloom as rl
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.moe import MoE
-from rankloom.models.pieces import gpt_loss, gpt_pieces
+from rankloom.models.pieces import gpt_answer, gpt_pieces
 from rankloom.parallel.pipeline import measure
 from rankloom.parallel.pipeline.actions import COMPUTES, Schedule, parse_action
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
@@ -205,11 +205,11 @@ def test_a_gpt_is_measured_cut_and_run():
     def body(world):
         model = model_of()
         pieces = gpt_pieces(model)
-        measured = measure_pieces(pieces, batch, gpt_loss(model), world)
+        measured = measure_pieces(pieces, batch, gpt_answer(model), world)
         sizes = balance([piece.seconds for piece in measured], 2)
         stages = make_stages(pieces, sizes)
         schedule = make_schedule("zb-h1", 2, 4)
-        pipeline = Pipeline({world.rank: stages[world.rank]}, world, schedule, gpt_loss(model), tied=find_tied(stages))
+        pipeline = Pipeline({world.rank: stages[world.rank]}, world, schedule, gpt_answer(model), tied=find_tied(stages))
         timeline = record_step(pipeline, [batch] * 4)
         return sizes, simulate_schedule(schedule, stage_costs(measured, sizes)).bubble, timeline.bubble
 

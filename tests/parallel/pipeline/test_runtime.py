@@ -21,8 +21,7 @@ from rankloom.base.errors import BatchError, ConfigError, LossError, ShapeMismat
 from rankloom.base.loss import take_auxiliary_loss
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
-from rankloom.models.pieces import gpt_loss as loss_of
-from rankloom.models.pieces import gpt_pieces
+from rankloom.models.pieces import gpt_answer, gpt_pieces
 from rankloom.parallel.pipeline.actions import needs, parse_schedule
 from rankloom.parallel.pipeline.check import peak_live
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
@@ -41,7 +40,7 @@ def make_gpt(tie: bool = True) -> GPT:
     return GPT(config, seed=3, dtype=torch.float64)
 
 
-gpt_loss = loss_of(make_gpt())
+gpt_loss = gpt_answer(make_gpt())
 
 
 def token_batches(count: int, vocab: int = 19, lengths=(8,)):
@@ -489,7 +488,7 @@ def test_clipping_over_all_stages_is_that_of_the_whole_model(name, mesh, order):
         model, tensor = make_gpt(), world.group("tensor")
         if tensor.size > 1:
             rl.tensor_parallel(model, None, tensor)
-        pipe = rl.pipeline(gpt_pieces(model), loss_of(model), world.group("pipe"), schedule=name, microbatches=6)
+        pipe = rl.pipeline(gpt_pieces(model), gpt_answer(model), world.group("pipe"), schedule=name, microbatches=6)
         pipe.step(token_batches(6))
         found, after = pipe.clip_grad_norm_(0.01, order), pipe.clip_grad_norm_(1.0, order)
         mine = {id(param) for stage in pipe.stages.values() for param in stage.parameters()}
