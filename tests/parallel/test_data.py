@@ -975,8 +975,9 @@ def test_no_parameter_is_updated_by_the_gradient_of_one_rank(wrap):
     rl.simulate(2, body)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
-def test_a_parameter_that_comes_after_wrapping_is_an_error(wrap):
+def test_a_parameter_that_comes_after_wrapping_is_an_error(wrap, ranks):
     def body(world):
         wrapped = wrap(make_layers(), world)
         square_loss(wrapped, world.rank)
@@ -988,7 +989,7 @@ def test_a_parameter_that_comes_after_wrapping_is_an_error(wrap):
         with pytest.raises(UnitError, match=r"0.weight came after the model was prepared"):
             square_loss(wrapped, world.rank)
 
-    rl.simulate(2, body)
+    rl.simulate(ranks, body)
 
 
 def test_a_replica_that_is_compiled_whole_is_compiled_once(monkeypatch):

@@ -24,11 +24,12 @@ from rankloom.base.names import full_name
 from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
 from rankloom.parallel.axes import expect_same_part
+from rankloom.parallel.buffers import BufferKeeper
 from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import guard_owners
+from rankloom.parallel.known_parameters import KnownParameters
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.sharding import Moment, Sharding
 from rankloom.parallel.state_dict import expect_own_parameters, full_values, load_values
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
@@ -52,7 +53,8 @@ class FullySharded(nn.Module):
         super().__init__()
         self.module = module
         self._sharding, self._summing = sharding, summing
-        self._replica_guards = [ReplicaGuard(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
+        self._known = KnownParameters(module)
+        self._keepers = [BufferKeeper(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
         self._params, owners = {name: param for unit in sharding.units for name, param in unit.params.items()}, sharding.owners()
         self._owners = {name: owners[name] for name, _ in module.named_parameters() if name in owners}   # in the model's own order
         self._untrained = {name: param for name, param in self._params.items() if name not in self._owners}
@@ -76,8 +78,7 @@ class FullySharded(nn.Module):
         return self.module(*args, **kwargs)
 
     def _expect_as_wrapped(self) -> None:
-        for guard in self._replica_guards:
-            guard.parameters.expect_no_more()
+        self._known.expect_no_more()
         self._sharding.expect_published("by no torch optimizer", "call `after_update()` of the sharded model after the change")
         for name, owner in self._owners.items():
             if owner._backward_hooks:
@@ -154,8 +155,8 @@ class FullySharded(nn.Module):
         """
         load_values(self.module, self._sharding, state_dict, (self._sharding.group, self._sharding.replicas))
         self._summing.begin_anew()
-        for guard in self._replica_guards:
-            guard.buffers.forget_changes()   # loading is no change by a forward
+        for keeper in self._keepers:
+            keeper.forget_changes()   # loading is no change by a forward
         return nn.modules.module._IncompatibleKeys([], [])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
@@ -185,10 +186,10 @@ class FullySharded(nn.Module):
         elif self._sharding.syncing:
             self._sharding.agree()
             self._summing.end_step()
-            for guard in self._replica_guards:
-                guard.buffers.average_changed()
-            for guard in self._replica_guards:
-                guard.buffers.forget_changes()   # the other guard's averages are no change by a forward
+            for keeper in self._keepers:
+                keeper.average_changed()
+            for keeper in self._keepers:
+                keeper.forget_changes()   # what the other keeper has averaged is no change by a forward
             for owner in self._owners.values():   # only now is it certain which gradients stay
                 for hook in (owner._post_accumulate_grad_hooks or {}).values() if owner.grad is not None else ():
                     hook(owner)
