@@ -16,7 +16,7 @@ Read models/moe.py (the layer on one process) and parallel/all_to_all.py before 
 source: Lepikhin et al. 2020 (GShard); Gale et al. 2022 (no capacity, uneven shares)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -32,7 +32,6 @@ from rankloom.base.names import full_name
 from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.axes import note_axis
 from rankloom.parallel.follow import Guide
-from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
 
 TOKEN_AXES = ("replicate", "shard", "context", "expert")   # ranks along them see different tokens
@@ -48,10 +47,6 @@ class ExpertReplicas:
     names: frozenset[str]
     replicas: Group
     together: Group
-
-    def replicas_of(self, others: Group) -> Callable[[Unit], Group]:
-        """Which group a unit's slices are summed over."""
-        return lambda unit: self.replicas if self.names & unit.params.keys() else others
 
 
 class SpreadableLayer(Protocol):

@@ -10,6 +10,7 @@ parallel/sharding.py says how a step goes. The engine (train/engine.py) uses the
 the global count.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -249,12 +250,11 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         asked = (compute, reduce) if param.is_floating_point() else (None, None)   # integers keep their dtype
         return Formats(asked[0] or param.dtype, param.dtype, asked[1] or param.dtype)
 
-    strategy = ShardingStrategy(3, formats, units=units, reshard_after_forward=reshard_after_forward, ahead=ahead,
-                                scale=1.0 / (group.size * alone.size), reduces_once=False, summing=summing)
+    # math.inf: `no_sync` is for accumulating without communication.
+    strategy = ShardingStrategy(3, formats, units=units, reshard_after_forward=reshard_after_forward, ahead=ahead, summing=summing,
+                                gradient_memory=math.inf, scale=1.0 / (group.size * alone.size), reduces_once=False)
     sharding = shard(model, group, alone, strategy, fill=first)
     if first is not None:
         found = group.all_gather_object(first.make.problem, label="initial values")
         alone.agree("\n".join(filter(None, found)) or None, label="initial values")
-    for section in sharding.sections:
-        section.reduced_each_time = False   # `no_sync` is for accumulating without communication
     return FullySharded(model, sharding, summing, compute)

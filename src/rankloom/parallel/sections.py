@@ -15,13 +15,10 @@ from torch import nn
 
 from rankloom.base.errors import CollectiveTimeout, UnitError
 from rankloom.parallel.known_parameters import LOAD
-from rankloom.shard.float8_unit import NO_CONSUMERS, Float8Consumers, Float8Unit
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.gradient import BufferPool, Gradient, size_of
-from rankloom.shard.layout import lay_out_evenly
-from rankloom.shard.offload import Host
 from rankloom.shard.sums import UnitSums
-from rankloom.shard.unit import Fill, Formats, LayOut, State, Unit
+from rankloom.shard.unit import State, Unit
 from rankloom.world.group import Group
 
 CALL_ALIKE = ("Call each block on every rank (its result times 0 where it is not wanted, layerdrop at 0), or give `units` that have inside "
@@ -194,40 +191,6 @@ def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -
     return [ParameterPlace(part, key, param, unit, name, unit.version(name), param.data_ptr() if unit.stays else None)
             for part in module.modules() for key, param in part._parameters.items()
             if param is not None and param in units for unit, name in [units[param]]]
-
-
-class Kind(NamedTuple):
-    """What the parameters of one unit have in common."""
-
-    formats: Formats
-    trainable: bool
-    is_whole: bool    # must not be cut
-    is_expert: bool   # summed over other replicas
-    is_copied: bool   # see `ShardingStrategy.copied`
-    is_float8: bool
-
-
-def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, formats: Callable[[str, nn.Parameter], Formats], *,
-               keep: bool, whole: frozenset[str] = frozenset(), lay_out_whole: LayOut = lay_out_evenly,
-               host: Host | None = None, fill: Fill | None = None, float8: Float8Consumers = NO_CONSUMERS,
-               experts: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset(), frames: Frames | None = None) -> list[Unit]:
-    """One unit for each kind of parameter in the section.
-
-    Frozen parameters are in units only where the whole is not kept.
-    """
-    kinds: dict[Kind, dict[str, nn.Parameter]] = {}
-    for name, param in params.items():
-        if param.requires_grad or not keep:
-            form = formats(name, param)
-            if not param.requires_grad:   # it is never updated
-                form = Formats(form.compute, form.compute, form.compute)
-            kind = Kind(form, param.requires_grad, name in whole, name in experts, name in copied, name in float8)
-            kinds.setdefault(kind, {})[name] = param
-    label = section or "root"
-    return [(partial(Float8Unit, readers=float8) if kind.is_float8 else Unit)(
-                label if len(kinds) == 1 else f"{label}, part {at}", members, group, kind.formats, keep=keep, host=host, fill=fill,
-                frames=frames, lay_out=lay_out_whole if kind.is_whole else lay_out_evenly)
-            for at, (kind, members) in enumerate(kinds.items())]
 
 
 def make_gradients(sections: Sequence[Section], sums_of: Callable[[Unit], UnitSums], *, keep: bool, frames: Frames,

@@ -22,6 +22,8 @@ source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP). Read parallel/s
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 
@@ -33,15 +35,15 @@ from rankloom.comm.compress import Summing
 from rankloom.comm.subgroup import Subgroup
 from rankloom.parallel.expert import ExpertReplicas
 from rankloom.parallel.guards import guard_parameters
-from rankloom.parallel.sections import Section, make_units
+from rankloom.parallel.sections import Section
 from rankloom.parallel.sharding import Gathering, Sharding
 from rankloom.parallel.wrapping import AUTO, Policy, parameters_of_sections, section_names
-from rankloom.shard.float8_unit import Float8Consumers
+from rankloom.shard.float8_unit import Float8Consumers, Float8Unit
 from rankloom.shard.frames import Frames
 from rankloom.shard.layout import lay_out_evenly
 from rankloom.shard.offload import Host
 from rankloom.shard.sums import UnitSums
-from rankloom.shard.unit import Fill, Formats, LayOut
+from rankloom.shard.unit import Fill, Formats, LayOut, Unit
 from rankloom.world.group import Group
 
 STAGES = (1, 2, 3)
@@ -74,7 +76,7 @@ class ShardingStrategy:
     reshard_after_forward: bool | int = True
     offload: bool = False
     ahead: int = 1
-    gradient_memory: int = 0
+    gradient_memory: float = 0
     scale: float = 1.0
     hooked: bool = True
     reduces_once: bool = True
@@ -108,19 +110,55 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
     sections = []
     members_of = parameters_of_sections(model, section_names(model, strategy.units))
     for name, members in {"": [], **members_of}.items():   # the root begins a pass, even without parameters
-        units = make_units(name, {member: params[member] for member in members}, group, strategy.formats, keep=strategy.stage < 3,
-                           whole=whole, lay_out_whole=lay_out_whole, host=host, fill=fill, frames=frames, float8=strategy.float8,
-                           experts=strategy.experts.names if strategy.experts else frozenset(), copied=strategy.copied)
+        units = make_units(name, {member: params[member] for member in members}, group, strategy, whole=whole,
+                           lay_out_whole=lay_out_whole, host=host, fill=fill, frames=frames)
         sections.append(Section(name, modules[name], units))
     guard_parameters(params)
     keep_gradients = _keeps_whole_gradients(strategy, group, canonical)
     _choose_what_accumulates_whole(sections, strategy, keep_all=keep_gradients)
     reshards = strategy.stage == 3 and not canonical and strategy.reshard_after_forward is not False and strategy.hooked
     gathering = Gathering(reshards, _neighbours(group, strategy.reshard_after_forward), strategy.ahead, strategy.hooked)
-    replicas_of = strategy.experts.replicas_of(replicas) if strategy.experts else lambda unit: replicas
-    sums_of = lambda unit: UnitSums(unit, replicas_of(unit), strategy.summing, exact=bool(strategy.copied & unit.params.keys()))
+
+    def sums_of(unit: Unit) -> UnitSums:
+        names, experts = unit.params.keys(), strategy.experts
+        holders = experts.replicas if experts and experts.names & names else replicas
+        return UnitSums(unit, holders, strategy.summing, exact=bool(strategy.copied & names))
+
     return Sharding(sections, group, replicas, keep_gradients=keep_gradients, scale=strategy.scale, experts=strategy.experts, frames=frames,
                     gathering=gathering, sums_of=sums_of)
+
+
+class Kind(NamedTuple):
+    """What the parameters of one unit have in common."""
+
+    formats: Formats
+    trainable: bool
+    is_whole: bool    # must not be cut
+    is_expert: bool   # summed over other replicas
+    is_copied: bool   # see `ShardingStrategy.copied`
+    is_float8: bool
+
+
+def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, strategy: ShardingStrategy, *, whole: frozenset[str],
+               lay_out_whole: LayOut, host: Host | None, fill: Fill | None, frames: Frames) -> list[Unit]:
+    """One unit for each kind of parameter in the section.
+
+    Frozen parameters are in units only where the whole is not kept.
+    """
+    kinds: dict[Kind, dict[str, nn.Parameter]] = {}
+    keep, experts = strategy.stage < 3, strategy.experts.names if strategy.experts else frozenset()
+    for name, param in params.items():
+        if param.requires_grad or not keep:
+            form = strategy.formats(name, param)
+            if not param.requires_grad:   # it is never updated
+                form = Formats(form.compute, form.compute, form.compute)
+            kind = Kind(form, param.requires_grad, name in whole, name in experts, name in strategy.copied, name in strategy.float8)
+            kinds.setdefault(kind, {})[name] = param
+    label = section or "root"
+    return [(partial(Float8Unit, readers=strategy.float8) if kind.is_float8 else Unit)(
+                label if len(kinds) == 1 else f"{label}, part {at}", members, group, kind.formats, keep=keep, host=host, fill=fill,
+                frames=frames, lay_out=lay_out_whole if kind.is_whole else lay_out_evenly)
+            for at, (kind, members) in enumerate(kinds.items())]
 
 
 def _expect_no_max_norm(modules: Mapping[str, nn.Module]) -> None:

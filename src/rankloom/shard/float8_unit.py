@@ -31,7 +31,6 @@ class Float8Consumer(Protocol):
 
 
 Float8Consumers = Mapping[str, Sequence[Float8Consumer]]   # by the name of the weight
-NO_CONSUMERS: Float8Consumers = {}
 
 
 class Float8Unit(Unit):
