@@ -79,9 +79,9 @@ def _expect_whole_tensors(optimizer: torch.optim.Optimizer) -> None:
     found = [vars(param) for param in _params(optimizer)]
     part = next((of[PART] for of in found if PART in of), None)
     if part or any(OWNED in of for of in found):
-        what = (f"{part} was cut over the tensor ranks, each of which has a part: i" if part else
-                "the parameters of a sharded model are flat slices. `rl.prepare` gives it whole ones; i")
-        raise UnitError(f"{type(optimizer).__name__} may look at whole tensors, but {what}f what it does to an element depends on that "
+        why = (f"{part} was cut over the tensor ranks, each of which has a part" if part else
+               "the parameters of a sharded model are flat slices. `rl.prepare` gives it whole ones")
+        raise UnitError(f"{type(optimizer).__name__} may look at whole tensors, but {why}. If what it does to an element depends on that "
                         "element only, say so by an attribute of the class: elementwise = True")
 
 

@@ -141,10 +141,11 @@ class AsBuilt:
     def expect(self, optimizer: Optimizer, rank: int) -> None:
         """Raise ConfigError when groups, parameters or hooks have changed."""
         now = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
-        found = None if len(now) == len(self.params) else f"the optimizer has {len(now)} groups of parameters and had {len(self.params)}"
-        for at, (here, built) in enumerate(zip(now, self.params)):
-            if here != built and not found:
-                found = f"group {at} of the optimizer has {len(here)} parameters, and had {len(built)}, or others,"
+        if len(now) != len(self.params):
+            found = f"the optimizer has {len(now)} groups of parameters and had {len(self.params)}"
+        else:
+            found = next((f"group {at} of the optimizer has {len(here)} parameters, and had {len(built)}, or others,"
+                          for at, (here, built) in enumerate(zip(now, self.params)) if here != built), "")
         if found:
             raise ConfigError(f"rank {rank}: {found} when the engine was made: nobody sums the gradients of those that came. Prepare the "
                               "model with all that will be trained, and freeze parts of it afterwards")
