@@ -12,6 +12,7 @@ so that its activations can use the memory. Read shard/unit.py before this file.
 
 from collections import deque
 from collections.abc import Iterable, Set
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from rankloom.base.errors import UnitError
 from rankloom.base.hooks import landed
 from rankloom.base.tensors import copy_into
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
-from rankloom.shard.sums import Arrival, UnitSums
+from rankloom.shard.sums import UnitSums
 from rankloom.shard.unit import Unit
 
 IN_TURN = 2   # one buffer is being filled while the other is being reduced
@@ -42,7 +43,7 @@ class BufferPool:
     def lend(self, unit: Unit) -> Window:
         """A buffer for the whole gradient of `unit`; waits for a reduction in flight when all are in use."""
         size = size_of(unit)
-        free = self._free.get(size, [])
+        free = self._free[size]
         while not free and (flying := next((g for g in self._flying if size_of(g.unit) == size), None)):
             flying.finish()
         buffer = free.pop() if free else self.frames.window(*size)
@@ -84,6 +85,14 @@ def size_of(unit: Unit) -> tuple[int, torch.dtype]:
     return unit.layout.total, unit.formats.reduce
 
 
+class Flight(Enum):
+    """What a reduction waits for."""
+
+    IDLE = "nothing: none is in flight"
+    OVER_SHARD = "the sum over the shard axis"
+    OVER_REPLICAS = "the sum over the replicas"
+
+
 class Gradient:
     """The gradient of one unit on one rank. `owner.grad` of the unit's owners are views of its slice.
 
@@ -96,14 +105,19 @@ class Gradient:
     """
 
     def __init__(self, sums: UnitSums, pool: BufferPool, *, kept: Window | None = None, scale: float = 1.0):
-        self.unit, self.sums, self.pool, self.scale = sums.unit, sums, pool, scale
+        self.sums, self.pool, self.scale = sums, pool, scale
         self._kept, self._buffer = kept, kept
         self._arriving: Window | None = None   # receives other ranks' terms of this rank's slice
-        self._apart: Window | None = None      # memory of the slice, unless that is a view of the whole
+        self._slice_memory: Window | None = None   # memory of the slice, unless that is a view of the whole
         self.landed: set[str] = set()     # parameters whose gradient has landed since the last reduction
         self.used: set[str] = set()       # parameters with a gradient since the last zero_grad
         self._agreed = False              # whether `used` is that of all ranks, or only this rank's
-        self._pending: list[Arrival] = []
+        self._flight, self._wait = Flight.IDLE, _never
+
+    @property
+    def unit(self) -> Unit:
+        """The unit whose gradient it is."""
+        return self.sums.unit
 
     @property
     def whole(self) -> Tensor | None:
@@ -117,12 +131,12 @@ class Gradient:
             assert self._kept is not None
             start, stop = self.unit.layout.span(self.unit.group.rank)
             return self._kept.tensor[start:stop]
-        return None if self._apart is None else self._apart.tensor
+        return None if self._slice_memory is None else self._slice_memory.tensor
 
     @property
     def flying(self) -> bool:
         """Whether its reduction is in flight."""
-        return bool(self._pending)
+        return self._flight is not Flight.IDLE
 
     @torch.no_grad()
     def land(self, name: str, param: nn.Parameter) -> None:
@@ -155,21 +169,22 @@ class Gradient:
         if self._scales_first:
             self.whole.mul_(self.scale)
         place, room = self._place(), self._room_for_arrivals()
-        self._pending = [self.sums.start_scatter(self.whole, place, room.tensor if room else None, self._label)]
+        self._wait = self.sums.start_scatter(self.whole, place, room.tensor if room else None, self._label)
+        self._flight = Flight.OVER_SHARD
         self.pool.depart(self)
 
     @torch.no_grad()
     def advance(self) -> None:
         """Wait for the sum over the shard axis, then start the sum over the replicas. A collective."""
-        if len(self._pending) == 1:
-            received = self._pending[0]()
-            self._pending.append(self.sums.start_all_reduce(received, f"{self._label}, replicas"))
+        if self._flight is Flight.OVER_SHARD:
+            self._wait = self.sums.start_all_reduce(self._wait(), f"{self._label}, replicas")
+            self._flight = Flight.OVER_REPLICAS
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the sum, and add it to the slice."""
         self.advance()
-        received = self._pending[1]()
+        received = self._wait()
         if self._arriving is not None:
             self._arriving.close()
         self.pool.arrive(self)
@@ -177,7 +192,7 @@ class Gradient:
             received.mul_(self.scale)
         self._hand_over(received)
         self._return_buffer()
-        self._pending = []
+        self._flight, self._wait = Flight.IDLE, _never   # what has waited holds the memory of the sum
 
     def abandon(self) -> None:
         """Drop all gradients: after a backward that raised, or before a new step."""
@@ -194,7 +209,7 @@ class Gradient:
         """Free the memory, if no gradient is in it any more: an optimizer's `zero_grad` drops them, too."""
         if self.flying or self.landed or any(owner.grad is not None for owner in self.unit.owners.values()):
             return
-        for window in filter(None, (self._kept, self._apart)):
+        for window in filter(None, (self._kept, self._slice_memory)):
             window.close()
 
     def keep_used(self, used: Set[str]) -> None:
@@ -241,7 +256,7 @@ class Gradient:
 
     def held(self) -> int:
         """Bytes in memory now."""
-        return sum(window.held for window in (self._buffer, self._arriving, self._apart) if window is not None)
+        return sum(window.held for window in (self._buffer, self._arriving, self._slice_memory) if window is not None)
 
     @property
     def _label(self) -> str:
@@ -304,9 +319,9 @@ class Gradient:
     def _open_slice(self) -> Tensor:
         if not self._is_inside():
             own, host = self.unit.own, self.unit.host
-            self._apart = self._apart or (Standing(host.empty(own.numel(), own.dtype)) if host else between_steps(
+            self._slice_memory = self._slice_memory or (Standing(host.empty(own.numel(), own.dtype)) if host else between_steps(
                 own.numel(), own.dtype, own.device))
-            self._apart.open()
+            self._slice_memory.open()
         assert self.slice is not None, f"{self._label}: nowhere to put the sum"
         return self.slice
 
@@ -347,3 +362,7 @@ class Gradient:
         if not fresh:
             host.wait()
         return there
+
+
+def _never() -> Tensor:
+    raise AssertionError("no reduction is in flight")
