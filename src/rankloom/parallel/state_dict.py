@@ -12,7 +12,7 @@ from rankloom.base.errors import ModelMismatch, UnitError
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.sharding import Sharding
 from rankloom.shard.optimizer import OwnedRun
-from rankloom.shard.optimizer_state import Entry, join_bytes
+from rankloom.shard.optimizer_state import Entry, join_pieces
 from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
 
@@ -90,12 +90,10 @@ def _nothing() -> None:
 
 @torch.no_grad()
 def _join_parameter(unit: Unit, name: str, rank: int | None) -> Tensor | None:
-    group, itemsize = unit.group, unit.own.itemsize
-    pieces = {at: unit.layout.piece(name, at) for at in range(group.size)}
-    spans = {at: (start * itemsize, stop * itemsize) for at, (start, stop) in pieces.items() if stop > start}
-    mine = unit.slice_view(unit.own, name).reshape(-1).to(group.device).view(torch.uint8) if group.rank in spans else None
-    whole = join_bytes(mine, spans, group, rank, f"whole {name}")
-    return None if whole is None else whole.view(unit.own.dtype).view(unit.layout.slot(name).shape)
+    pieces = {at: unit.layout.piece(name, at) for at in range(unit.group.size)}
+    spans = {at: (start, stop) for at, (start, stop) in pieces.items() if stop > start}
+    return join_pieces(unit.slice_view(unit.own, name), spans, unit.own.dtype, unit.layout.slot(name).shape, unit.group,
+                       rank=rank, label=f"whole {name}")
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ A rank that owns nothing of a parameter has no state of it. Read shard/optimizer
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,12 +95,18 @@ def state_entries(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], piec
     entries = []
     for name in (names[id(owner)] for param_group in optimizer.param_groups for owner in param_group["params"]):
         holders = _holders(inventories, name)
+        spans = {at: (inventory.start, inventory.stop) for at, inventory in holders.items()}
         mine = held[owners[name]] if group.rank in holders else {}
         for key, first in holders[min(holders)].values.items() if holders else ():
+            entry = f"{name}{SEPARATOR}{key}"
+            if first.kind is None:
+                entries.append(Entry(entry, None, torch.Size(), partial(copy, first.value)))
+                continue
             is_cut = all(inventory.values[key].fits for inventory in holders.values())
-            shape = pieces[name].shape if is_cut else torch.Size(first.shape or ())
-            get = partial(_gather_value, mine.get(key), key, holders, shape, group, rank=rank, label=f"optimizer state {key} of {name}")
-            entries.append(Entry(f"{name}{SEPARATOR}{key}", None if first.kind is None else getattr(torch, first.kind), shape, get))
+            dtype, shape = getattr(torch, first.kind), pieces[name].shape if is_cut else torch.Size(first.shape or ())
+            sent = spans if is_cut else {min(holders): (0, shape.numel())}
+            get = partial(join_pieces, mine.get(key), sent, dtype, shape, group, rank=rank, label=f"optimizer state {key} of {name}")
+            entries.append(Entry(entry, dtype, shape, get))
     return entries
 
 
@@ -166,44 +173,27 @@ def _listed(values: Mapping[str, Described]) -> str:
     return ", ".join(f"{key} ({kind})" for key, kind in _kinds(values).items()) or "empty"
 
 
-def _gather_value(mine: Any, key: str, holders: dict[int, StateInventory], shape: torch.Size, group: Group, *,
-                  rank: int | None, label: str) -> Any:
-    """One value of one parameter's state, whole, on the rank that asks for it.
+def join_pieces(mine: Tensor | None, spans: Mapping[int, tuple[int, int]], dtype: torch.dtype, shape: torch.Size, group: Group, *,
+                rank: int | None, label: str) -> Tensor | None:
+    """The pieces of all ranks as one tensor in CPU memory, on `rank` or on all. A collective. Sent as bytes: backends refuse some dtypes.
 
-    holders: the ranks that have a piece of the parameter, and their inventories
-    shape:   of the whole value
+    mine:  this rank's piece, of the dtype of the whole; not looked at on a rank without a span
+    spans: rank -> [start, stop) of the elements it has, flattened; together they cover the whole
     """
-    first = min(holders)
-    described = holders[first].values[key]
-    if described.kind is None:
-        return described.value
-    dtype = getattr(torch, described.kind)
-    spans = {at: (inventory.start * dtype.itemsize, inventory.stop * dtype.itemsize) for at, inventory in holders.items()}
-    if not all(inventory.values[key].fits for inventory in holders.values()):
-        spans = {first: (0, shape.numel() * dtype.itemsize)}
-    data = bytes_of(mine.detach().to(group.device)) if group.rank in spans else None
-    whole = join_bytes(data, spans, group, rank, label)
-    return None if whole is None else whole.view(dtype).view(shape)
-
-
-def join_bytes(mine: Tensor | None, spans: dict[int, tuple[int, int]], group: Group, rank: int | None, label: str) -> Tensor | None:
-    """The bytes of all ranks as one tensor in CPU memory, on `rank` or on all. Bytes, because backends refuse some dtypes.
-
-    spans: rank -> [start, stop) of its bytes in the whole; together they cover it
-    """
-    takes = rank in (None, group.rank)
-    whole = torch.empty(sum(stop - start for start, stop in spans.values()) if takes else 0, dtype=torch.uint8, device=group.device)
+    takes, size = rank in (None, group.rank), dtype.itemsize
+    data = bytes_of(mine.to(group.device)) if mine is not None and group.rank in spans else None
+    whole = torch.empty(shape.numel() * size if takes else 0, dtype=torch.uint8, device=group.device)
     for at, (start, stop) in spans.items():
-        part = whole[start:stop]
-        if takes and mine is not None and at == group.rank:
-            part.copy_(mine)
+        part = whole[start * size : stop * size]
+        if takes and data is not None and at == group.rank:
+            part.copy_(data)
         if rank is None:
             group.broadcast(part, at, label=label)
-        elif mine is not None and at == group.rank != rank:
-            group.send(mine, rank, label=label)
+        elif data is not None and at == group.rank != rank:
+            group.send(data, rank, label=label)
         elif at != rank and takes:
             group.recv(part, at, label=label)
-    return whole.cpu() if takes else None
+    return whole.cpu().view(dtype).view(shape) if takes else None
 
 
 @torch.no_grad()
