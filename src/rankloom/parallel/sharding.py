@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Moment(Enum):
 class Gathering:
     """When sections are in memory.
 
-    reshards: a section is released between its forward and its backward
+    reshards: a section is released between its forward and its backward, unless all its memory stays
     near:     neighbours that keep its slices meanwhile; None: the whole shard axis does
     ahead:    how many sections are prefetched while one is in use
     hooked:   hooks on modules gather and reduce; else the caller does, by `make_ready` and `collect`
@@ -86,8 +86,8 @@ class Sharding:
     def __init__(self, sections: Sequence[Section], group: Group, replicas: Group, *, keep_gradients: bool,
                  gathering: Gathering, frames: Frames, sums_of: Callable[[Unit], UnitSums], scale: float = 1.0,
                  experts: ExpertReplicas | None = None):
-        self.sections, self.group, self.replicas, self.gathering = list(sections), group, replicas, gathering
-        self.units = [unit for section in self.sections for unit in section.units]
+        self.sections, self.group, self.replicas = list(sections), group, replicas
+        self.gathering = replace(gathering, reshards=gathering.reshards and any(not unit.stays for unit in self.units))
         self.pool = make_gradients(sections, sums_of, keep=keep_gradients, frames=frames, scale=scale)
         self.syncing: bool | None = True   # see `sync`; None: see `without_reduction`
         self._calls = Calls()
@@ -110,6 +110,11 @@ class Sharding:
     def without_reduction(self) -> AbstractContextManager[None]:
         """Backward passes inside reduce nothing: they leave this rank's own whole gradients, whatever memory that takes."""
         return temporarily(self, syncing=None)
+
+    @property
+    def units(self) -> list[Unit]:
+        """Those of all sections, in order."""
+        return [unit for section in self.sections for unit in section.units]
 
     def gradients(self) -> list[Gradient]:
         """Those of all units, in the order of the sections."""
@@ -175,15 +180,10 @@ class Sharding:
             if all(unit.stays for unit in section.units):
                 section.start_gather()
 
-    @cached_property
-    def reshards(self) -> bool:
-        """Whether parameters are released between forward and backward."""
-        return self.gathering.reshards and any(not unit.stays for unit in self.units)
-
     @property
     def gathers_in_forward(self) -> bool:
         """Whether a forward gathers parameters from other ranks, which makes it a collective."""
-        return self.group.size > 1 and self.reshards
+        return self.group.size > 1 and self.gathering.reshards
 
     @contextmanager
     def followed(self, on: bool) -> Iterator[None]:
@@ -251,7 +251,7 @@ class Sharding:
         if section is self.sections[0] or self.is_over:   # a block may be called without the root
             self.begin_pass()
         section.expect_own_parameters()
-        if (self.reshards or section.is_away) and inside_of_transform():
+        if (self.gathering.reshards or section.is_away) and inside_of_transform():
             raise UnitError(f"rank {self.group.world_rank}: the model is called inside of torch.func (vjp, jvp, vmap ...), whose graph "
                             "reads parameters that are released; keep them: a stage below 3")
         if self._moment is Moment.BACKWARD:
@@ -305,7 +305,7 @@ class Sharding:
 
     def _before_backward(self, section: Section, gradient: Tensor) -> None:
         """Settle and release the sections whose backward is over, gather this one again, and prefetch those called before it."""
-        if self.reshards and torch.is_grad_enabled():
+        if self.gathering.reshards and torch.is_grad_enabled():
             raise UnitError(f"rank {self.group.world_rank}: a backward with create_graph=True leaves a graph that reads parameters that "
                             "are released; keep them: reshard_after_forward=False, or a stage below 3")
         self._enter_backward()

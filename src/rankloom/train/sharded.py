@@ -48,7 +48,7 @@ class ShardedPlacement:
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Where a forward gathers parameters or sends rows to experts, a rank without a batch still takes part (parallel/follow.py)."""
         pending, sharding = iter(batches), self.sharding
-        if not sharding.reshards:   # then parameters are gathered once for all forwards
+        if not sharding.gathering.reshards:   # then parameters are gathered once for all forwards
             sharding.make_ready()
         alone = not (sharding.gathers_in_forward or sharding.guide.layers)
         while True:
