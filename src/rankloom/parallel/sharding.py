@@ -61,14 +61,12 @@ class Gathering:
     near:     neighbours that keep its slices meanwhile; None: the whole shard axis does
     ahead:    how many sections are prefetched while one is in use
     hooked:   hooks on modules gather and reduce; else the caller does, by `make_ready` and `collect`
-    root:     a forward without gradients releases the root, too
     """
 
-    reshards: bool = True
-    near: Group | None = None
-    ahead: int = 1
-    hooked: bool = True
-    root: bool = True
+    reshards: bool
+    near: Group | None
+    ahead: int
+    hooked: bool
 
 
 class Sharding:
@@ -93,6 +91,7 @@ class Sharding:
         self._calls = Calls()
         self._queue = Queue(self.sections, group, replicas)
         self._moment = Moment.IDLE
+        self._releases_root = True   # after a forward without gradients
         self.guide = Guide(experts.together if experts else group)   # directs ranks that `follow` a forward
         self.at: Callable[[Moment], None] | None = None   # called when a backward begins, and when it has ended
         for section in self.sections if gathering.hooked else ():
@@ -188,7 +187,7 @@ class Sharding:
     @contextmanager
     def followed(self, on: bool) -> Iterator[None]:
         """Forwards inside direct the ranks that `follow`. A collective, if on. The root is not released: a loss may read it."""
-        with self.guide.leading(on), temporarily(self, gathering=replace(self.gathering, root=False)):
+        with self.guide.leading(on), temporarily(self, _releases_root=False):
             yield
         if on:
             self._forget_order()
@@ -290,7 +289,7 @@ class Sharding:
         if self.gathering.reshards and section is not self.sections[0]:
             section.expect_none_of(tensors_in(output))
             section.release(self.gathering.near if tensors else None)
-        elif self.gathering.reshards and self.gathering.root and not tensors:
+        elif self.gathering.reshards and self._releases_root and not tensors:
             section.expect_none_of(tensors_in(output))
             self.release()
 

@@ -117,7 +117,7 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
     keep_gradients = _keeps_whole_gradients(strategy, group, canonical)
     _choose_what_accumulates_whole(sections, strategy, keep_all=keep_gradients)
     reshards = strategy.stage == 3 and not canonical and strategy.reshard_after_forward is not False and strategy.hooked
-    gathering = Gathering(reshards, _neighbours(group, strategy.reshard_after_forward), strategy.ahead, strategy.hooked)
+    gathering = Gathering(reshards, near=_neighbours(group, strategy.reshard_after_forward), ahead=strategy.ahead, hooked=strategy.hooked)
 
     def sums_of(unit: Unit) -> UnitSums:
         names, experts = unit.params.keys(), strategy.experts
