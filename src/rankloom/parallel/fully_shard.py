@@ -31,6 +31,7 @@ from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_
 from rankloom.parallel.guards import guard_owners
 from rankloom.parallel.known_parameters import KnownParameters
 from rankloom.parallel.model_split import ModelSplit
+from rankloom.parallel.reduction_order import Reducing
 from rankloom.parallel.sharding import Moment, Sharding
 from rankloom.parallel.state_dict import expect_own_parameters, full_values, load_values
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
@@ -63,7 +64,7 @@ class FullySharded(nn.Module):
         self._compute, self._split = compute, ModelSplit.found_in(module, sharding.group.alone())
         self._missing = 0   # how many keys torch had missed when it began to load this as part of another module
         self.register_load_state_dict_post_hook(_forget_missing)
-        sharding.at = self._at
+        sharding.on_moment = self._on_moment
         guard_owners(self._owners.values(), sharding)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,10 +182,10 @@ class FullySharded(nn.Module):
         raise UnitError("a sharded model cannot be pickled, as `torch.save(model)` does: its slices belong to a group of ranks. Save "
                         "`state_dict()`, which all ranks call")
 
-    def _at(self, moment: Moment) -> None:
+    def _on_moment(self, moment: Moment) -> None:
         if moment is Moment.BACKWARD:
             self._follow_freezing()
-        elif self._sharding.syncing:
+        elif self._sharding.reducing is Reducing.ALL:
             self._sharding.agree()
             self._summing.end_step()
             for keeper in self._keepers:

@@ -4,11 +4,20 @@ At first it is the reverse of the model's own order; after the first backward, t
 """
 
 from collections.abc import Sequence
+from enum import Enum
 
 import torch
 
 from rankloom.parallel.sections import Section
 from rankloom.world.group import Group
+
+
+class Reducing(Enum):
+    """Which sections a backward reduces."""
+
+    ALL = "all: it is the last of a step"
+    EACH_TIME = "those that are reduced in every backward"
+    NOTHING = "none: gradients stay whole, of this rank alone"
 
 
 class Queue:
@@ -25,17 +34,14 @@ class Queue:
         """A backward has begun."""
         self._settled, self._started = [], 0
 
-    def settle(self, section: Section, *, reduce_all: bool | None) -> list[Section]:
-        """All gradients of `section` have landed: start the reductions that may start now; returns their sections.
-
-        reduce_all: True in the step's last backward; False before it: only sections that are reduced each time; None: nothing is reduced
-        """
+    def settle(self, section: Section, *, reducing: Reducing) -> list[Section]:
+        """All gradients of `section` have landed: start the reductions that may start now; returns their sections."""
         self._settled.append(section)
         started = []
         while self._started < len(self.order) and self.order[self._started].settled:
             following = self.order[self._started]
             self._started += 1
-            if reduce_all or (following.reduced_each_time and reduce_all is not None):
+            if reducing is Reducing.ALL or (reducing is Reducing.EACH_TIME and following.reduced_each_time):
                 started.append(following)
                 for gradient in following.gradients:
                     gradient.start()

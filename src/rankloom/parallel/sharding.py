@@ -34,7 +34,7 @@ from rankloom.parallel.agree import agree
 from rankloom.parallel.call_order import Calls
 from rankloom.parallel.expert import ExpertReplicas
 from rankloom.parallel.follow import Guide
-from rankloom.parallel.reduction_order import Queue
+from rankloom.parallel.reduction_order import Queue, Reducing
 from rankloom.parallel.sections import Section, inside_of_transform, make_gradients
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.shard.frames import Frames
@@ -87,13 +87,13 @@ class Sharding:
         self.sections, self.group, self.replicas = list(sections), group, replicas
         self.gathering = replace(gathering, reshards=gathering.reshards and any(not unit.stays for unit in self.units))
         self.pool = make_gradients(sections, sums_of, keep=keep_gradients, frames=frames, scale=scale)
-        self.syncing: bool | None = True   # see `sync`; None: see `without_reduction`
+        self.reducing = Reducing.ALL
         self._calls = Calls()
         self._queue = Queue(self.sections, group, replicas)
         self._moment = Moment.IDLE
         self._releases_root = True   # after a forward without gradients
         self.guide = Guide(experts.together if experts else group)   # directs ranks that `follow` a forward
-        self.at: Callable[[Moment], None] | None = None   # called when a backward begins, and when it has ended
+        self.on_moment: Callable[[Moment], None] | None = None   # called when a backward begins, and when it has ended
         for section in self.sections if gathering.hooked else ():
             self._watch(section)
         if self.gathers_in_forward:
@@ -104,11 +104,11 @@ class Sharding:
 
     def sync(self, on: bool) -> AbstractContextManager[None]:
         """Whether backward passes inside are the last of a step, in which all gradients are reduced."""
-        return temporarily(self, syncing=on)
+        return temporarily(self, reducing=Reducing.ALL if on else Reducing.EACH_TIME)
 
     def without_reduction(self) -> AbstractContextManager[None]:
         """Backward passes inside reduce nothing: they leave this rank's own whole gradients, whatever memory that takes."""
-        return temporarily(self, syncing=None)
+        return temporarily(self, reducing=Reducing.NOTHING)
 
     @property
     def units(self) -> list[Unit]:
@@ -350,14 +350,14 @@ class Sharding:
         if self._calls.begin_backward(self.sections):
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._moment = Moment.BACKWARD
-        if self.at:
-            self.at(Moment.BACKWARD)
+        if self.on_moment:
+            self.on_moment(Moment.BACKWARD)
         self._queue.begin()
 
     def _settle(self, section: Section) -> None:
         """The section's backward is over: start the reductions that may start now."""
         section.settled = True
-        for started in self._queue.settle(section, reduce_all=self.syncing):
+        for started in self._queue.settle(section, reducing=self.reducing):
             self._calls.note_reduction(started)
 
     def collect(self) -> None:
@@ -378,11 +378,11 @@ class Sharding:
             section.depth = 0   # a forward that raised has left it above 0
             if not section.settled:
                 self._settle(section)
-        if self.syncing is not None:
+        if self.reducing is not Reducing.NOTHING:
             self._queue.learn()
         self.pool.finish_all()
         if self.gathering.reshards:
             self.release()
         self._moment = Moment.AFTER_BACKWARD
-        if self.at:
-            self.at(Moment.AFTER_BACKWARD)
+        if self.on_moment:
+            self.on_moment(Moment.AFTER_BACKWARD)

@@ -17,6 +17,7 @@ from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
 from rankloom.parallel.expert import guide_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
+from rankloom.parallel.reduction_order import Reducing
 from rankloom.parallel.same_bits import TOTALS, ShardFolds
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.state_dict import expect_own_parameters, full_values, load_values, owned_pieces, units_of, value_entries
@@ -33,7 +34,7 @@ class ShardedPlacement:
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, *, summing: Summing):
         self.model, self.sharding, self._everyone, self._summing = model, sharding, everyone, summing
-        sharding.syncing = None   # a backward outside a step sends nothing
+        sharding.reducing = Reducing.NOTHING   # a backward outside a step sends nothing
         self.owners: Mapping[str, nn.Parameter] = sharding.owners()
         self.group = sharding.group
 
