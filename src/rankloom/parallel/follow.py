@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rankloom.base.names import is_inside
 from rankloom.base.scoped import temporarily
-from rankloom.parallel.sections import Section, is_inside
+from rankloom.parallel.sections import Section
 from rankloom.world.group import Group
 
 ASKING, ENDED, SECTION, LAYER = range(4)
@@ -74,7 +75,7 @@ class Guide:
                 self._serve(announced)
                 continue
             section = sections[announced.number]
-            for other in [other for other in held if other is section or not is_inside(section, other)]:
+            for other in [other for other in held if not is_inside(section.name, other.name)]:
                 other.release()
                 held.remove(other)
             section.make_ready()

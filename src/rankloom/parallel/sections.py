@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rankloom.base.errors import CollectiveTimeout, UnitError
+from rankloom.base.names import is_inside
 from rankloom.parallel.known_parameters import LOAD
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.gradient import BufferPool, Gradient, size_of
@@ -161,14 +162,9 @@ def _expect_gathered(section: Section, module: nn.Module, args: Any) -> None:
 
 def is_over(one: Section, other: Section) -> bool:
     """Whether the backward of `one` is over when that of `other` begins: it was called after it, and not inside it."""
-    if one.first_call is None or other.first_call is None or is_inside(one, other):
+    if one.first_call is None or other.first_call is None or is_inside(one.name, other.name):
         return False
     return one.first_call > other.first_call
-
-
-def is_inside(one: Section, other: Section) -> bool:
-    """Whether the module of `one` is inside that of `other`."""
-    return not other.name or f"{one.name}.".startswith(f"{other.name}.")
 
 
 def inside_of_transform() -> bool:
