@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import UnitError
-from rankloom.parallel.sections import CALL_ALIKE, Section, is_over
+from rankloom.base.names import is_inside
+from rankloom.parallel.sections import CALL_ALIKE, Section
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Calls:
     """The calls of one rank. No call looks at all sections, or a step would take a time that grows with their square.
 
     order:      of this pass             last: of the pass before
-    places:     where in `order` each section is
+    places:     where in `order` each section is; sections by their first call
     ahead:      sections that are gathered for a call that has not come yet
     unfinished: sections of this pass, by their first call, that backward has still to settle or to release
     order_hash: a hash of the gathers and reductions since the last step ended
@@ -53,7 +54,6 @@ class Calls:
 
     def note(self, section: Section) -> None:
         """The section is called now."""
-        section.first_call = len(self.order) if section.first_call is None else section.first_call
         self.places.setdefault(section, []).append(len(self.order))
         self.order.append(section)
 
@@ -85,7 +85,7 @@ class Calls:
 
         One inside of that of a loss which leaves no gradients (`torch.autograd.grad`) is none, so that of the loss begins in its place.
         """
-        self.unfinished = sorted((section for section in sections if section.first_call is not None), key=_first_call)
+        self.unfinished = list(self.places)   # a dict keeps the order of first calls
         now = torch._C._current_graph_task_id()
         own = self.outermost in (-1, now) or any(section.awaits_more() for section in sections)
         self.backward = now if own else self.outermost
@@ -93,7 +93,8 @@ class Calls:
 
     def over(self, section: Section) -> list[Section]:
         """The unfinished sections whose backward is over when that of this one begins."""
-        return [other for other in self.unfinished[self._after(section):] if not other.calls and is_over(other, section)]
+        later = self.unfinished[self._after(section):]
+        return [other for other in later if not other.calls and not is_inside(other.name, section.name)]
 
     def finish(self, section: Section, released: Iterable[Section]) -> None:
         """Those that were `over` are released. With the settled ones nothing is left to do, unless one is gathered again."""
@@ -102,14 +103,17 @@ class Calls:
 
     def _after(self, section: Section) -> int:
         """Where those begin, in `unfinished`, that were called after this one."""
-        return bisect_right(self.unfinished, _first_call(section), key=_first_call)
+        return bisect_right(self.unfinished, self._first_call(section), key=self._first_call)
+
+    def _first_call(self, section: Section) -> int:
+        return self.places.get(section, [len(self.order)])[0]   # after all others, where it was not called
 
     def note_gather(self, section: Section) -> None:
         """The section is about to be gathered, unless it is."""
         if section.is_away:
             self.order_hash = crc32(section.name.encode(), self.order_hash)
             if section.settled:   # in this backward it has to be released once more
-                insort(self.unfinished, section, key=_first_call)
+                insort(self.unfinished, section, key=self._first_call)
 
     def note_gather_ahead(self, section: Section) -> None:
         """The same, for a call that is expected."""
@@ -138,7 +142,3 @@ class Calls:
             raise UnitError(
                 f"rank {rank}: not all ranks have called the same blocks in the same order; here, in the last pass, {shown}. A block that "
                 f"is called is gathered from all ranks, so what was computed is wrong. {CALL_ALIKE}")
-
-
-def _first_call(section: Section) -> int:
-    return -1 if section.first_call is None else section.first_call

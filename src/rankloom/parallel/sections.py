@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from rankloom.base.errors import CollectiveTimeout, UnitError
-from rankloom.base.names import is_inside
 from rankloom.parallel.known_parameters import LOAD
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.gradient import BufferPool, Gradient, size_of
@@ -44,7 +43,6 @@ class Section:
     def __init__(self, name: str, module: nn.Module, units: Sequence[Unit]):
         self.name, self.module, self.units = name, module, tuple(units)
         self.gradients: list[Gradient] = []
-        self.first_call: int | None = None   # when its forward first began, counted over the pass
         self.calls = 0                       # forwards whose backward is still to come
         self.depth = 0                       # forwards that are running: a module may call itself
         self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
@@ -137,7 +135,7 @@ class Section:
 
     def forget_pass(self) -> None:
         """A new pass begins."""
-        self.first_call, self.calls, self.settled = None, 0, False
+        self.calls, self.settled = 0, False
 
     def awaits_more(self) -> bool:
         """Whether the running backward has still to make gradients of its parameters; other modules may read these, too."""
@@ -158,13 +156,6 @@ def _expect_values(section: Section, module: nn.Module, prefix: str, keep_vars: 
 def _expect_gathered(section: Section, module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling():
         section.expect_gathered()
-
-
-def is_over(one: Section, other: Section) -> bool:
-    """Whether the backward of `one` is over when that of `other` begins: it was called after it, and not inside it."""
-    if one.first_call is None or other.first_call is None or is_inside(one.name, other.name):
-        return False
-    return one.first_call > other.first_call
 
 
 def inside_of_transform() -> bool:

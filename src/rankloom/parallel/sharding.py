@@ -131,6 +131,7 @@ class Sharding:
             gradient.abandon()
         for section in self.sections:
             section.forget_pass()
+        self._calls.begin_pass()
         self._calls.order_hash = 0
         self.release()
 
