@@ -28,7 +28,7 @@ class Calls:
     unfinished: sections of this pass, by their first call, that backward has still to settle or to release
     order_hash: a hash of the gathers and reductions since the last step ended
     backward:   autograd's number of the running backward
-    outermost:  that of a loss, inside of which any other runs
+    outermost:  the number of a loss's own backward, inside of which any other runs; -1 before it has begun
     """
 
     order: list[Section] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Calls:
     def inside_backward(self) -> bool:
         """Whether another backward runs inside of the running one, as when a hook of the model's own calls `torch.autograd.grad`.
 
-        It does not know which gradients the outer one has still to make.
+        Autograd can say which gradients are still due only for the inner one, so nothing may be settled meanwhile.
         """
         return torch._C._current_graph_task_id() != self.backward
 
@@ -69,7 +69,7 @@ class Calls:
 
     @contextmanager
     def all_inside_of(self, loss: Tensor) -> Iterator[Tensor]:
-        """Gives a loss to run backward here, which is known before a backward inside of it has come to a section."""
+        """Gives a view of the loss to call `backward` on: that is noted before a backward inside of it can come to a section."""
         told = loss.view_as(loss)   # the loss itself may have such a hook, which torch would call before ours
         told.register_hook(self._note_outermost)
         try:
@@ -83,7 +83,8 @@ class Calls:
     def begin_backward(self, sections: Sequence[Section]) -> bool:
         """A backward begins: every section that was called is unfinished. Returns whether it is the one that autograd runs now.
 
-        One inside of that of a loss which leaves no gradients (`torch.autograd.grad`) is none, so that of the loss begins in its place.
+        Usually it is, and autograd will tell when it ends. But a hook may call `torch.autograd.grad` inside `loss.backward()`, and reach
+        our hooks first. Then the backward that begins is the loss's, and `run_backward` ends it.
         """
         self.unfinished = list(self.places)   # a dict keeps the order of first calls
         now = torch._C._current_graph_task_id()
@@ -97,7 +98,7 @@ class Calls:
         return [other for other in later if not other.calls and not is_inside(other.name, section.name)]
 
     def finish(self, section: Section, released: Iterable[Section]) -> None:
-        """Those that were `over` are released. With the settled ones nothing is left to do, unless one is gathered again."""
+        """The sections that were `over` are released. The settled ones among them are finished, unless one is gathered again."""
         after, done = self._after(section), {other for other in released if other.settled}
         self.unfinished[after:] = [other for other in self.unfinished[after:] if other not in done]
 
@@ -109,7 +110,7 @@ class Calls:
         return self.places.get(section, [len(self.order)])[0]   # after all others, where it was not called
 
     def note_gather(self, section: Section) -> None:
-        """The section is about to be gathered, unless it is."""
+        """The section is about to be gathered, unless it is there already."""
         if section.is_away:
             self.order_hash = crc32(section.name.encode(), self.order_hash)
             if section.settled:   # in this backward it has to be released once more

@@ -92,7 +92,7 @@ class Section:
 
     @property
     def may_go_early(self) -> bool:
-        """Whether backward needs none of its parameters once all gradients have landed; through frozen ones it may still pass."""
+        """Whether, once its gradients have landed, backward is done with its parameters. Through frozen ones gradients may still pass."""
         return all(unit.trainable for unit in self.units)
 
     def expect_own_parameters(self) -> None:

@@ -58,7 +58,7 @@ class Gathering:
     """When sections are in memory.
 
     reshards: a section is released between its forward and its backward, unless all its memory stays
-    near:     neighbours that keep its slices meanwhile; None: the whole shard axis does
+    near:     the neighbours over whom it is cut meanwhile; None: all ranks of the shard axis
     ahead:    how many sections are prefetched while one is in use
     hooked:   hooks on modules gather and reduce; else the caller does, by `make_ready` and `collect`
     """
@@ -321,10 +321,11 @@ class Sharding:
                 previous.start_gather()
 
     def _settle_before(self, section: Section) -> list[Section]:
-        """The sections whose backward is over when that of this one begins (inside of another: none). Those that await no more are settled.
+        """Settle the sections whose backward is over when this one's begins, and that await no more gradients. Returns all that are over:
+        none, inside of another backward.
 
-        Not when the last gradient lands: that depends on which parameters a rank has used, while all ranks come here alike, and gathers
-        and reductions must have one order on all ranks.
+        Gathers and reductions must have one order on all ranks, and all ranks come here alike. So a section is not settled when its last
+        gradient lands: when that is depends on which parameters a rank has used.
         """
         over = [] if self._calls.inside_backward else sorted(self._calls.over(section), key=self._queue.numbers.__getitem__)
         for other in over:

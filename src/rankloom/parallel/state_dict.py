@@ -50,7 +50,7 @@ def expect_own_parameters(sharding: Sharding) -> None:
 
 
 def changed_parameter(sharding: Sharding) -> str | None:
-    """What is wrong with a parameter of this rank that was changed or replaced. Where the slice is the whole, it was changed, too: None."""
+    """What is wrong on this rank, in words, if a parameter was changed or replaced and its slice was not (which may be the same memory)."""
     try:
         for section in sharding.sections:
             if not all(unit.is_its_slice for unit in section.units):

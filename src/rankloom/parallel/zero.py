@@ -66,8 +66,8 @@ class ShardingStrategy:
     experts:          parameters that are summed over other replicas than the rest
     float8:           weights gathered in eight bits, and the layers that multiply by each (shard/float8_unit.py)
     summing:          whether and how gradients are compressed (shard/sums.py); these are reduced once a step at every stage
-    copied:           of a compressed run: parameters of which ranks beside group and replicas hold copies. Their gradients are summed
-                      exactly, as copies in different units would be rounded differently
+    copied:           in a compressed run: parameters of which ranks outside of group and replicas hold copies, too. Their gradients are
+                      summed exactly, as compression would round copies in different units differently
     """
 
     stage: int

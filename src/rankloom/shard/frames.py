@@ -57,9 +57,9 @@ class Standing(Window):
 
 
 class Lasting(Standing):
-    """Memory on a CPU that stays, unless a view of it is still held when it is closed: the view keeps it, fresh memory takes its place.
+    """CPU memory that stays between steps. If the user still holds a view when it closes, the view keeps it, and fresh memory takes over.
 
-    lent: collectives reduce this memory in place, so it is taken back as soon as no view of it is held
+    lent: it is the group's, where sums need no copy: go back to it once nobody holds a view of it
     """
 
     def __init__(self, tensor: Tensor, *, lent: bool = False):

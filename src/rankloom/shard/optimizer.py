@@ -248,8 +248,8 @@ def fits(value: Any, *shapes: torch.Size) -> bool:
 
 
 def takes_factor(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step can scale gradients by a factor and skip itself (a fused one's), and that cannot be seen: there are no hooks, which
-    would read unscaled gradients or run after a skipped step, and `step` is not overridden."""
+    """Whether its step, a fused one, can scale gradients by a factor or skip itself, and no code of the user's would notice: there are no
+    hooks, which would read unscaled gradients or run after a skipped step, and `step` is not overridden."""
     base = _base_of_torch(optimizer)
     return (getattr(optimizer, "_step_supports_amp_scaling", False) and not _has_hooks(optimizer) and not _has_global_hooks()
             and (base is None or _steps_as(optimizer, base)))

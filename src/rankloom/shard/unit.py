@@ -65,8 +65,9 @@ class Residence(Enum):
 
 @dataclass(slots=True)
 class Counts:
-    """published_version: version of the slice from which the whole was last made
+    """What a unit counts, to tell writes of its own from those of others.
 
+    published_version: version of the slice from which the whole was last made
     updates: how often the whole was made anew; each bumps the parameters' version, so that a backward over the old values raises
     """
 
@@ -270,7 +271,7 @@ class Unit:
         return bool(self.owners)
 
     def hand_over(self, owners: Mapping[str, nn.Parameter]) -> None:
-        """From here on, those of `owners` that have the names of ours are the owners; they have got the same memory."""
+        """Replace our owners by the optimizer's parameters of the same names, which view the same memory."""
         unpublished = self._slice_version - self._counts.published_version
         self.owners = {name: owners[name] for name in self.owners}
         self._counts.published_version = self._slice_version - unpublished
@@ -282,7 +283,7 @@ class Unit:
     def expect_published(self, how: str, remedy: str) -> None:
         """Raise UnitError when the slices were replaced, or changed without `publish` while the whole is gathered or on its way.
 
-        how: that it was not what may change them   remedy: what to do after another change, or in place of it
+        how: who changed them, for the message ("by no torch optimizer")   remedy: what the user should do
         """
         begin, size = self.own.data_ptr(), self.own.itemsize
         moved = [name for name, owner in self.owners.items()
