@@ -1,20 +1,26 @@
 """How the tests of tensor parallel compare a split model with the plain one: logits, loss, every gradient, every parameter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.parallel.tensor.holding import full_state_dict, gather_whole, holdings
+from rankloom.parallel.model_split import ModelSplit, full_state_dict
 
 RTOL = 1e-12   # of the largest element: the same terms added in another order, some of which cancel
+
+
+def joined(tensors: Mapping[str, torch.Tensor], model: nn.Module, group) -> dict[str, torch.Tensor]:
+    """Whole tensors, from parts cut like the parameters of the same names: gradients, moments."""
+    split = ModelSplit.found_in(model, group.alone())
+    return {name: split.join(name, tensor) for name, tensor in tensors.items()}
 
 
 def whole_gradients(model: nn.Module, group) -> dict[str, torch.Tensor]:
     """The gradients of a split model under the names and in the shapes of the plain one; zeros where there is none."""
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    return gather_whole(grads, holdings(model), group)
+    return joined(grads, model, group)
 
 
 def error(mine: torch.Tensor, truth: torch.Tensor) -> float:

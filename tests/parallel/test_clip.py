@@ -11,8 +11,8 @@ from torch import nn
 import rankloom as rl
 from rankloom.parallel.clip import clip_grad_norm_
 from rankloom.parallel.expert import expert_parallel, gradient_axes
-from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.tensor.holding import full_state_dict, holdings, load_full_state_dict
+from rankloom.parallel.model_split import ModelSplit, full_state_dict, load_full_state_dict
+from rankloom.parallel.tensor.holding import holdings
 
 from .tensor.test_gpt import make
 from .test_expert import RTOL, batch_of, make_model, train_once
@@ -172,6 +172,28 @@ def test_the_whole_state_of_a_split_model_is_that_of_its_wrapper_too(wrap):
         assert any(held.dim is not None for held in holdings(model).values())
 
     rl.simulate(rl.Mesh(replicate=2, tensor=2), body)
+
+
+@pytest.mark.parametrize("wrap", [lambda model, group: model, rl.data_parallel, rl.fully_shard])
+@pytest.mark.parametrize("sizes", [{"expert": 2}, {"expert": 12}, {"tensor": 2, "expert": 2}], ids=str)
+def test_the_whole_state_of_a_model_with_spread_experts_has_all_of_them(sizes, wrap):
+    """Each rank saved those of its own, under the names of the whole, without an error."""
+    plain = make_model().state_dict()
+
+    def body(world):
+        model = make_model()
+        model = rl.tensor_parallel(model, None, world.group("tensor")) if "tensor" in sizes else model
+        model = wrap(expert_parallel(model, world.group("expert")), world.group("replicate"))
+        whole = full_state_dict(model, world)
+        load_full_state_dict(model, {name: value + 1 for name, value in whole.items()}, world)
+        own = {name: value[:1] for name, value in whole.items() if "experts" in name}
+        with pytest.raises(rl.ShapeMismatch, match=r"experts\.\S+ in group '\S+': 1 experts do not divide by \d+ ranks"):
+            load_full_state_dict(model, whole | own, world)
+        return whole, full_state_dict(model, world)
+
+    for before, after in rl.simulate(rl.Mesh(**sizes), body):
+        torch.testing.assert_close(before, dict(plain), rtol=0, atol=0)
+        torch.testing.assert_close(after, {name: value + 1 for name, value in plain.items()}, rtol=0, atol=0)
 
 
 class Table(nn.Module):

@@ -4,15 +4,18 @@
     split over expert    a run of the experts of each layer, along dim 0 (parallel/expert.py); everything else is whole
 
 Three facts about each parameter follow: over which ranks its gradient is summed, how many ranks hold the same elements (a norm counts
-them once), and how its whole is joined and cut again.
+them once), and how its whole is joined and cut again. In a loop of your own, `full_state_dict` and `load_full_state_dict` do the latter.
 """
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.errors import ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
 from rankloom.base.spans import Box
 from rankloom.parallel.axes import axes_of
@@ -78,9 +81,13 @@ class ModelSplit:
         """The whole of a tensor that is cut like parameter `name`, on the rank of `goal` (None on the others), or on every rank.
 
         A collective of all ranks for which `is_asked`.
-        sent: each part once to that rank, through the tensor rank of `goal` that has the same experts; or n(p-1) to all
+        sent:   each part once to that rank, through the tensor rank of `goal` that has the same experts; or n(p-1) to all
+        raises: ShapeMismatch
         """
         if self._is_cut_by_tensor(name):
+            if tuple(part.shape) != self.held[name].local_shape:
+                raise ShapeMismatch(f"{self.tensor.where(name)} has shape {tuple(part.shape)}, the plan expects "
+                                    f"{self.held[name].local_shape}, a part of {self.held[name].shape} over {self.tensor.size} ranks")
             rows = _gather(part, self.tensor, None if goal is None else goal.tensor, f"whole {name}")
             part = self.held[name].join(rows) if rows else part
         if goal is not None and self.tensor.rank != goal.tensor:
@@ -103,7 +110,7 @@ class ModelSplit:
         return self.tensor.size > 1 and name in self.held and self.held[name].dim is not None
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor that is cut like parameter `name`."""
+        """This rank's part of a whole tensor that is cut like parameter `name`. raises: ShapeMismatch"""
         whole, holding = self._own_experts(name, whole), self.held.get(name)
         return holding.cut(whole, self.tensor.rank) if holding is not None and self.tensor.size > 1 else whole
 
@@ -116,8 +123,12 @@ class ModelSplit:
             part.copy_(whole)
 
     def _own_experts(self, name: str, whole: Tensor) -> Tensor:
-        each = whole.shape[0] // self.expert.size if name in self.experts else 0
-        return whole[self.expert.rank * each : (self.expert.rank + 1) * each] if each else whole
+        if name not in self.experts:
+            return whole
+        each, left = divmod(whole.shape[0], self.expert.size)
+        if left:
+            raise ShapeMismatch(f"{self.expert.where(name)}: {whole.shape[0]} experts do not divide by {self.expert.size} ranks")
+        return whole.narrow(0, self.expert.rank * each, each)
 
     def boxes(self, name: str, part: torch.Size, box: Box) -> Iterator[tuple[Box, Box]]:
         """A box of this rank's part of parameter `name` -> boxes of it, and where each of them lies in the whole.
@@ -144,3 +155,39 @@ def _gather(part: Tensor, group: Group, root: int | None, label: str) -> list[Te
         group.send(part, root, label=label)
         return []
     return [part if at == root else group.recv(torch.empty_like(part), at, label=label) for at in range(group.size)]
+
+
+# ------------------------------------------------------------------ in a loop of your own
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, group: Group) -> dict[str, Any]:
+    """The state of a split model under the names and in the shapes of the plain one, on every rank. All ranks must call it.
+
+    model: what `tensor_parallel` or `expert_parallel` returned, or what `data_parallel` or `fully_shard` made of it
+    group: ranks over which it was cut
+    sent:  n(p-1) elements for each tensor that is cut, n the elements of a part
+    """
+    split = ModelSplit.found_in(_named_alike(model), group.alone())
+    return {name: split.join(name, value.detach().clone()) if isinstance(value, Tensor) else deepcopy(value)   # extra state
+            for name, value in model.state_dict().items()}
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], group: Group) -> None:
+    """Fill a split model from whole tensors. Each rank takes its part; no values are sent.
+
+    model, group: as for `full_state_dict`; for a sharded model this is a collective
+    raises: ModelMismatch when names are missing or unknown; ShapeMismatch
+    """
+    plain = _named_alike(model)   # a sharded model would gather its state to say its names
+    split, known = ModelSplit.found_in(plain, group.alone()), plain.state_dict(keep_vars=True).keys()
+    if wrong := sorted(known ^ state.keys()):
+        what = "is missing" if wrong[0] in known else "is not in the model"
+        raise ModelMismatch(f"{group.where('load')}: {len(wrong)} names of the state differ from the model's; {wrong[0]} {what}")
+    model.load_state_dict({name: split.cut(name, whole) for name, whole in state.items()})
+
+
+def _named_alike(model: nn.Module) -> nn.Module:
+    """The module whose names the state dict of `model` has: the inner one of a wrapper that shows those."""
+    return model.module if getattr(model, "has_names_of_module", False) else model   # type: ignore[return-value]

@@ -102,7 +102,7 @@ class Group:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnitError(f"{self.where('pickle')}: a group of ranks cannot be pickled, nor can a model that was cut over it, as "
                         "`torch.save(model)` does. Save its state: `engine.full_state_dict()`, or in a loop of your own "
-                        "`full_state_dict(model, group)` of rankloom.parallel.tensor.holding, have the plain model's names and shapes")
+                        "`full_state_dict(model, group)` of rankloom.parallel.model_split, have the plain model's names and shapes")
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.size})"

@@ -29,7 +29,7 @@ from rankloom.parallel.pipeline.messages import AHEAD, in_order_of_sending, prov
 from rankloom.parallel.pipeline.passes import add_gathers, add_reductions, apply_pass, send_gradients_first, with_messages
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
-from rankloom.parallel.tensor.holding import gather_whole, holdings
+from split_model import joined
 
 RTOL = 1e-12
 CHUNKS = {name: schedule.fewest for name, schedule in SCHEDULES.items()}
@@ -493,7 +493,7 @@ def test_clipping_over_all_stages_is_that_of_the_whole_model(name, mesh, order):
         found, after = pipe.clip_grad_norm_(0.01, order), pipe.clip_grad_norm_(1.0, order)
         mine = {id(param) for stage in pipe.stages.values() for param in stage.parameters()}
         grads = {name: param.grad for name, param in model.named_parameters() if id(param) in mine}
-        return found, after, gather_whole(grads, holdings(model), tensor)
+        return found, after, joined(grads, model, tensor)
 
     seen = set()
     for found, after, grads in rl.simulate(mesh, body):

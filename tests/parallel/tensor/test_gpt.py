@@ -12,7 +12,7 @@ import rankloom as rl
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
 from rankloom.models.config import MoEConfig
 from rankloom.models.generate import generate
-from rankloom.parallel.tensor.holding import load_full_state_dict
+from rankloom.parallel.model_split import load_full_state_dict
 from split_model import RTOL, error, expect_equal, whole_gradients
 
 

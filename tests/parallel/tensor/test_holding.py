@@ -11,17 +11,9 @@ from torch import nn
 import rankloom as rl
 from rankloom.base.errors import ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
-from rankloom.parallel.tensor.holding import (
-    Holding,
-    cut_each,
-    full_state_dict,
-    gather_whole,
-    holdings,
-    load_full_state_dict,
-    padded,
-    shared,
-    sum_partial_gradients,
-)
+from rankloom.parallel.model_split import ModelSplit, full_state_dict, load_full_state_dict
+from rankloom.parallel.tensor.holding import Holding, cut_each, holdings, padded, shared, sum_partial_gradients
+from split_model import joined
 
 
 def make(**shape) -> rl.GPT:
@@ -116,7 +108,7 @@ def test_gradients_summed_once_a_step_are_those_summed_in_backward(plan):
         grads = {name: p.grad for name, p in model.named_parameters()}
         if not finish:
             sum_partial_gradients(grads.items(), holdings(model), world)
-        return gather_whole(grads, holdings(model), world)
+        return joined(grads, model, world)
 
     for once, always in zip(rl.simulate(4, lambda world: body(world, False)), rl.simulate(4, lambda world: body(world, True))):
         torch.testing.assert_close(once, always, rtol=1e-12, atol=1e-14)
@@ -197,7 +189,7 @@ def test_a_state_with_other_names_is_not_loaded():
         with pytest.raises(ModelMismatch, match="extra is not in the model"):
             load_full_state_dict(model, state | {"extra": torch.zeros(1)}, world)
         with pytest.raises(ShapeMismatch, match=r"head.weight in group 'world' has shape \(2, 2\), the plan expects \(7, 16\)"):
-            gather_whole({"head.weight": torch.zeros(2, 2)}, holdings(model), world)
+            ModelSplit.found_in(model, world.alone()).join("head.weight", torch.zeros(2, 2))
 
     rl.simulate(2, body)
 
@@ -228,7 +220,7 @@ def test_buffers_moments_extra_state_and_modules_of_two_names_come_along():
         model[0].note = None
         load_full_state_dict(model, state, world)
         torch.testing.assert_close(dict(model.state_dict()), parts, rtol=0, atol=0)
-        return state, gather_whole(moments, holdings(model), world)
+        return state, joined(moments, model, world)
 
     for state, moments in rl.simulate(2, body):
         assert torch.equal(state["0.seen"], torch.arange(3.0)) and state["0._extra_state"] == {"steps": 3}

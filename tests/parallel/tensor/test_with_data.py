@@ -9,8 +9,8 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.parallel.clip import clip_grad_norm_
-from rankloom.parallel.tensor.holding import full_state_dict, gather_whole, holdings
-from split_model import RTOL, error
+from rankloom.parallel.model_split import full_state_dict
+from split_model import RTOL, error, joined
 
 from .test_gpt import make, tokens
 
@@ -35,7 +35,7 @@ def test_two_data_ranks_of_split_models_are_one_model_with_the_whole_batch(repli
         for _ in range(2):   # the second goes through the buckets that the first has laid out
             model.zero_grad(set_to_none=True)
             loss_of(wrapped, batch.chunk(replicate)[world.mesh.coords(world.rank)["replicate"]]).backward()
-        return gather_whole({name: p.grad for name, p in model.named_parameters()}, holdings(model), split)
+        return joined({name: p.grad for name, p in model.named_parameters()}, model, split)
 
     for grads in rl.simulate(rl.Mesh(replicate=replicate, tensor=tensor), body):
         for name, param in plain.named_parameters():
@@ -68,7 +68,7 @@ def test_clipping_over_tensor_ranks_is_that_of_the_plain_model(kind, mesh, plan,
         loss_of(trained, batch.chunk(rows)[coords["replicate"] + coords["shard"]]).backward()
         found = trained.clip_grad_norm_(limit, order) if kind == "sharded" else clip_grad_norm_(trained, limit, order)
         torch.optim.SGD(trained.parameters(), lr=1.0).step()
-        return found, gather_whole(trained.state_dict(), holdings(model), world.group("tensor"))
+        return found, full_state_dict(trained, world.group("tensor"))
 
     for found, state in rl.simulate(mesh, body):
         assert abs(found / norm - 1) < RTOL

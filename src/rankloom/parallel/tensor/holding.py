@@ -7,14 +7,13 @@ whether the gradient is partial.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ConfigError, ModelMismatch, ShapeMismatch
+from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import Span
 from rankloom.base.names import full_name
 from rankloom.base.spans import Box
@@ -170,54 +169,6 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Holdi
         for name, held in module.__dict__.get(_HELD, {}).items():
             if (param := module._parameters.get(name)) is not None:
                 yield full_name(prefix, name), param, held
-
-
-@torch.no_grad()
-def gather_whole(tensors: Mapping[str, Tensor], held: Mapping[str, Holding], group: Group) -> dict[str, Tensor]:
-    """Whole tensors on every rank, from parts cut like the parameters of the same names: parameters, gradients, moments.
-
-    sent: n(p-1) elements for each that is cut, n the elements of a part
-    """
-    whole = {}
-    for name, tensor in tensors.items():
-        holding = held.get(name)
-        if holding is None or holding.dim is None or group.size == 1:
-            whole[name] = tensor.detach().clone() if isinstance(tensor, Tensor) else deepcopy(tensor)   # extra state may be anything
-            continue
-        if tuple(tensor.shape) != holding.local_shape:
-            raise ShapeMismatch(f"{group.where(name)} has shape {tuple(tensor.shape)}, the plan expects {holding.local_shape}, "
-                                f"a part of {holding.shape} over {group.size} ranks")
-        rows = group.all_gather(tensor.detach().contiguous().unsqueeze(0), label=f"whole {name}")
-        whole[name] = holding.join(rows.unbind(0))
-    return whole
-
-
-def full_state_dict(model: nn.Module, group: Group) -> dict[str, Tensor]:
-    """The state of a split model under the names and in the shapes of the plain one, on every rank. All ranks must call it.
-
-    model: what `tensor_parallel` returned, or what `data_parallel` or `fully_shard` made of it
-    """
-    return gather_whole(model.state_dict(), holdings(_named_alike(model)), group)
-
-
-@torch.no_grad()
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], group: Group) -> None:
-    """Fill a split model from whole tensors. Each rank takes its part; no values are sent.
-
-    model:  as for `full_state_dict`; for a sharded one this is a collective
-    raises: ModelMismatch when names are missing or unknown; ShapeMismatch
-    """
-    plain = _named_alike(model)   # a sharded model would gather its state to say its names
-    held, known = holdings(plain), plain.state_dict(keep_vars=True).keys()
-    if wrong := sorted(known ^ state.keys()):
-        what = "is missing" if wrong[0] in known else "is not in the model"
-        raise ModelMismatch(f"{group.where('load')}: {len(wrong)} names of the state differ from the model's; {wrong[0]} {what}")
-    model.load_state_dict({name: held[name].cut(whole, group.rank) if name in held else whole for name, whole in state.items()})
-
-
-def _named_alike(model: nn.Module) -> nn.Module:
-    """The module whose names the state dict of `model` has: the inner one of a wrapper that shows those."""
-    return model.module if getattr(model, "has_names_of_module", False) else model   # type: ignore[return-value]
 
 
 # ------------------------------------------------------------------ gradients
