@@ -267,6 +267,21 @@ def test_a_block_that_cannot_be_copied_or_called_with_other_parameters_is_not_ju
     assert rl.simulate(2, body) == [[0, 0]] * 2, "a hook that tries again and again"
 
 
+def test_a_copy_of_a_block_that_cannot_be_looked_at_is_left_in_peace_after_the_tries_of_both():
+    models = [Model(Unusual, what="asserts") for _ in range(2)]
+
+    def body(world):
+        mine = rl.tensor_parallel(models[world.rank], PLAN, world)
+        average, left = copy.deepcopy(mine), []
+        for model in (mine, average):
+            for _ in range(4):
+                model(rows())
+            left.append([len(layer._forward_pre_hooks) for layer in model.layers])
+        return left
+
+    assert rl.simulate(2, body) == [[[0, 0], [0, 0]]] * 2
+
+
 class Wrapped(Block):
     """Its first argument is no tensor, but has one inside; or there is none at all."""
 

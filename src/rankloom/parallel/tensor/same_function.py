@@ -96,7 +96,7 @@ class _Look:
             block._forward_hooks.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Look":
-        return self   # a copy of the model has the same peers
+        return self   # a copy of the model has the same peers, and shares `tries`
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         has_first = any(isinstance(x, Tensor) for x in args[:1] or kwargs.values())
@@ -105,7 +105,7 @@ class _Look:
         with torch.no_grad(), _disable_current_modes(), self.group.ledger.aside():
             told = "" if self.group.debug else self._told(block, args, kwargs)
             self.tries -= 1
-            if told is None and self.tries:
+            if told is None and self.tries > 0:
                 return
             for key in [key for key, hook in block._forward_pre_hooks.items() if hook is self]:
                 del block._forward_pre_hooks[key], block._forward_pre_hooks_with_kwargs[key]
