@@ -151,6 +151,17 @@ def test_the_logits_never_exist_as_a_whole(training):
     assert sum(saved) == training * (512 * 4 + 64 * 4)   # for backward: their gradients only, of no chunk the logits
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_costs_no_gradient_and_the_other_is_the_same(frozen):
+    """A frozen output matrix of 128,256 x 2,048 cost 1 GiB, and a third of the work of the loss."""
+    *given, targets = problem(n=512, width=4, vocab=64)
+    chunked_cross_entropy(*given, targets, rows=32).backward()
+    alone, saved = [x.detach().requires_grad_(at != frozen) for at, x in enumerate(given)], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        chunked_cross_entropy(*alone, targets, rows=32).backward()
+    assert saved == [given[1 - frozen].numel()] and torch.equal(alone[1 - frozen].grad, given[1 - frozen].grad)
+
+
 def test_the_chunk_fits_its_budget_whatever_the_vocabulary():
     for vocab in (257, 4096, 8192, 128256):
         rows = chunk_rows(vocab, "cuda")
@@ -203,9 +214,11 @@ def test_a_compiled_kernel_gives_the_same_bits_and_scatters_nothing():
     assert len(graphs) == 1 and "scatter" not in graphs[0]
 
 
-def test_one_graph_holds_model_and_chunked_loss_when_compiled():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_graph_holds_model_and_chunked_loss_when_compiled(frozen):
     model = GPT(GPTConfig(vocab_size=29, seq_len=8, width=16, layers=1, heads=4, kv_heads=2, ffn=24))
     model.loss_kernel = loss_and_gradient          # the custom function, also for one chunk
+    model.embedding.requires_grad_(not frozen)     # the output matrix, too
     batch = tuple(torch.randint(0, 29, (2, 3, 8), generator=torch.Generator().manual_seed(1)))
     compiled = torch.compile(lambda b: language_model_loss(model, b), backend="aot_eager", fullgraph=True)
     found = []
@@ -213,5 +226,5 @@ def test_one_graph_holds_model_and_chunked_loss_when_compiled():
         model.zero_grad()
         total, _ = run(batch)
         total.backward()
-        found.append((total.detach(), model.embedding.weight.grad.clone()))
+        found.append((total.detach(), [param.grad.clone() for param in model.parameters() if param.requires_grad]))
     torch.testing.assert_close(found[1], found[0])

@@ -1,15 +1,18 @@
 """What losses share: a loss is (sum, count); layers may add auxiliary losses. For cross-entropies also which targets are ignored, the
-dtypes of sums, and how many rows of logits exist at a time.
+dtypes of sums, how many rows of logits exist at a time, and the one that computes gradients chunk by chunk.
 """
 
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rankloom.base.errors import LossError
 
+Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]   # logits [n, V], targets [n] -> their summed loss, its gradient [n, V]
 IGNORE = -100                              # a target that is not counted, as in torch
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 28}   # logits in memory at a time: what a CPU's cache holds; 1 GB in fp32
 
@@ -73,6 +76,35 @@ def chunk_rows(vocab_size: int, device: str) -> int:
     """How many rows of logits fit the device's budget: a power of two, at least 16."""
     elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"])
     return max(16, 1 << (max(1, elements // vocab_size).bit_length() - 1))
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Forward computes the gradients too, of what is not frozen. Backward scales them in place, so it can run only once."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, kernel: Kernel) -> Tensor:
+        """hidden [N, W], weight [V, W], targets [N] -> the summed loss."""
+        total = torch.zeros((), dtype=loss_dtype(hidden.dtype), device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype)) if ctx.needs_input_grad[1] else None
+        for start in range(0, hidden.shape[0], rows):
+            part = hidden[start:start + rows]
+            loss, grad_logits = kernel(F.linear(part, weight), targets[start:start + rows])
+            total = total + loss   # not in place: torch 2.11 compiles wrong gradients for an output that was changed
+            if grad_hidden is not None:
+                grad_hidden[start:start + rows] = grad_logits @ weight
+            if grad_weight is not None:
+                add_sum_over_rows(grad_weight, grad_logits, part)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(waiting_dtype(weight.dtype)))
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradients. grad: a scalar"""
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (None if grad_hidden is None else grad_hidden.mul_(grad),
+                None if grad_weight is None else grad_weight.mul_(grad).to(ctx.dtype), None, None, None)
 
 
 def take_auxiliary_loss(module: nn.Module) -> Tensor | None:

@@ -2,22 +2,17 @@
 
 With a vocabulary of 128,256 the logits of 16,384 tokens take 8.4 GB in fp32, and their gradient as much again.
 For each chunk of rows, the forward pass computes logits, loss and gradients, and frees the logits. The backward pass only
-scales these gradients. The work is the same; the peak is the logits of one chunk.
+scales these gradients (`ChunkedCrossEntropy` of base/loss.py). The work is the same; the peak is the logits of one chunk.
 The gradient of the weight is summed in fp32. It then waits for backward in the dtype of the weight; that of an fp16 weight in fp32, until
-the loss scale has multiplied it: for 128,256 x 2,048 values, 1 GiB in place of 0.5.
+the loss scale has multiplied it: for 128,256 x 2,048 values, 1 GiB in place of 0.5. A frozen weight has none, and costs none.
 The plain path is here too: tests compare with it, and it is faster where one chunk is enough.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankloom.base.loss import IGNORE, add_sum_over_rows, chunk_rows, loss_dtype, waiting_dtype
-
-Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+from rankloom.base.loss import IGNORE, ChunkedCrossEntropy, Kernel, chunk_rows, loss_dtype
 
 
 def language_model_loss(model: nn.Module, batch: tuple[Tensor | tuple[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -103,29 +98,3 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         gradient = log_softmax.exp_()
         gradient.scatter_add_(1, index, torch.full_like(index, -1, dtype=gradient.dtype))
     return loss, gradient.mul_(counted).to(logits.dtype)
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Forward computes the gradients too. Backward scales them in place, so it can run only once."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, kernel: Kernel) -> Tensor:
-        """hidden [N, W], weight [V, W], targets [N] -> the summed loss."""
-        total = torch.zeros((), dtype=loss_dtype(hidden.dtype), device=hidden.device)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype))
-        for start in range(0, hidden.shape[0], rows):
-            part = hidden[start:start + rows]
-            loss, grad_logits = kernel(F.linear(part, weight), targets[start:start + rows])
-            total = total + loss   # not in place: torch 2.11 compiles wrong gradients for an output that was changed
-            grad_hidden[start:start + rows] = grad_logits @ weight
-            add_sum_over_rows(grad_weight, grad_logits, part)
-        ctx.save_for_backward(grad_hidden, grad_weight.to(waiting_dtype(weight.dtype)))
-        ctx.dtype = weight.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients. grad: a scalar"""
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grad), grad_weight.mul_(grad).to(ctx.dtype), None, None, None

@@ -134,12 +134,15 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("grad, each", [(True, 3), (False, 1)])
-def test_a_loss_without_gradients_multiplies_once_for_each_chunk_and_one_with_them_three_times(grad, each):
-    hidden, weight, targets = inputs(10, rows=8)
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_loss_multiplies_once_for_each_chunk_and_once_more_for_each_gradient_that_is_needed(grad, trained):
+    _, weight, targets = inputs(10, rows=8)
+    each = 1 + grad * sum(trained)
 
     def body(world):
-        mine = weight[world.rank * 5:(world.rank + 1) * 5].clone().requires_grad_()
+        mine = weight[world.rank * 5:(world.rank + 1) * 5].clone().requires_grad_(trained[1])
+        hidden = inputs(10, rows=8)[0].requires_grad_(trained[0])
         with Products() as products, torch.set_grad_enabled(grad):
             split_cross_entropy(hidden, mine, targets, VocabularyShard.of(10, world), world, chunk=4)
         return products.count

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn import functional as F
 
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.layout import Layout
-from rankloom.base.loss import IGNORE, add_sum_over_rows, chunk_rows, loss_dtype, waiting_dtype
+from rankloom.base.loss import IGNORE, ChunkedCrossEntropy, chunk_rows, loss_dtype
 from rankloom.parallel.tensor.compare import expect_alike
 from rankloom.parallel.tensor.holding import padded
 from rankloom.parallel.tensor.layers import change_first_before, entered
@@ -124,7 +123,7 @@ def split_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, shard: 
     targets: [...], -100 where not counted
     chunk:   tokens at a time; chosen by device and vocabulary when left out
     sent:    3 numbers a token to each other rank, one message for each chunk; nothing backward
-    memory:  from forward to backward, the gradients of hidden and weight: that of an fp16 weight in fp32 (models/loss.py)
+    memory:  from forward to backward, the gradients of hidden and weight, of what is not frozen: that of an fp16 weight in fp32
     raises:  DataError for a target outside the vocabulary
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
@@ -132,18 +131,16 @@ def split_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, shard: 
     expect_alike(targets, TOKENS, group, f"{label}: targets")
     if chunk is None:
         chunk = chunk_rows(weight.shape[0], hidden.device.type)
-    total: Tensor = _SplitCrossEntropy.apply(hidden, weight, targets, _Loss(shard, group, chunk, label, torch.is_grad_enabled()))   # type: ignore[no-untyped-call]
-    return total
+    if not torch.is_grad_enabled():   # which a Function does not see: it would compute gradients
+        hidden, weight = hidden.detach(), weight.detach()
+    return ChunkedCrossEntropy.apply(hidden, weight, targets, chunk, _Loss(shard, group, label).of)   # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
     shard: VocabularyShard
     group: Group
-    chunk: int
     label: str
-    # must be decided outside: inside a Function grad mode is always off, and needs_input_grad ignores torch.no_grad()
-    learns: bool
 
     def of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The summed loss of a chunk, and its gradient towards this rank's logits [n, c]: softmax minus one-hot, 0 where not counted."""
@@ -162,30 +159,3 @@ class _Loss:
         gradient = exps.mul_(((top - highest).exp() / total * counted)[:, None])
         gradient[torch.arange(len(index), device=index.device), index] -= here.to(gradient.dtype)   # IGNORE is in no rank's rows
         return loss, gradient.to(logits.dtype)
-
-
-class _SplitCrossEntropy(Function):
-    """Forward computes the gradients too, as models/loss.py does. Backward scales them in place, so it can run only once."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, loss: _Loss) -> Tensor:
-        total = torch.zeros((), dtype=loss_dtype(hidden.dtype), device=hidden.device)
-        learns = loss.learns and any(ctx.needs_input_grad)
-        grad_hidden = torch.empty_like(hidden) if learns else None
-        grad_weight = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype)) if learns else None
-        for start in range(0, hidden.shape[0], loss.chunk):
-            part = hidden[start:start + loss.chunk]
-            value, grad_logits = loss.of(F.linear(part, weight), targets[start:start + loss.chunk])
-            total += value
-            if grad_hidden is not None and grad_weight is not None:
-                grad_hidden[start:start + loss.chunk] = grad_logits @ weight
-                add_sum_over_rows(grad_weight, grad_logits, part)
-        if grad_hidden is not None and grad_weight is not None:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(waiting_dtype(weight.dtype)))
-            ctx.dtype = weight.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(gradient), grad_weight.mul_(gradient).to(ctx.dtype), None, None
