@@ -4,6 +4,7 @@ import random
 import time
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from itertools import permutations
 
 import pytest
@@ -536,6 +537,42 @@ def test_a_buffer_that_only_some_ranks_have_or_have_in_another_form_is_their_own
 
     for rank, found in enumerate(rl.simulate(2, body)):
         assert found == ([["seen"], [], ["late"]], [[0.5], [0.5]], [0.5] * 3, 2.0 * rank)
+
+
+def by_engine(model, world, stage=0):
+    return rl.prepare(model, loss=lambda m, x: (m(x).sum(), len(x)), optimizer=torch.optim.SGD, world=world, stage=stage).step
+
+
+def by_backward(wrap):
+    def taken(model, world):
+        wrapped = wrap(model, world)
+        return lambda x: wrapped(x).sum().backward()
+    return taken
+
+
+@pytest.mark.parametrize("take", [by_backward(rl.data_parallel), by_backward(rl.fully_shard), by_engine, partial(by_engine, stage=3)])
+def test_the_first_buffer_of_a_model_may_be_that_of_one_rank_and_costs_nothing_before(take, monkeypatch):
+    """The others did not send what that rank waited for: they hung, or mixed it with the next message."""
+    plain, labels = rl.Group.all_reduce, ([], [])
+    monkeypatch.setattr(rl.Group, "all_reduce", lambda self, *args, **more: labels[self.rank].append(more["label"]) or plain(
+        self, *args, **more))
+
+    def body(world):
+        model = alike(nn.Sequential(nn.Linear(2, 2)))
+        step, x, sent = take(model, world), torch.ones(1, 2), []
+        for number in range(5):
+            if number == 2 and world.rank == 1:
+                model[0].register_buffer("cache", torch.full((3,), 7.0))
+            if number == 4:
+                model.register_buffer("seen", torch.full((1,), float(world.rank)))
+            labels[world.rank].clear()
+            step(x)
+            sent.append(sum("buffer" in label for label in labels[world.rank]))
+        return sent, model.seen.item(), model[0].cache.tolist() if world.rank == 1 else None
+
+    for rank, (sent, seen, cache) in enumerate(rl.simulate(2, body)):
+        assert sent == [0, 0, 2, 1, 3]
+        assert seen == 0.5 and cache == [None, [7.0] * 3][rank]
 
 
 def test_what_has_been_loaded_is_no_change():

@@ -26,7 +26,8 @@ class BufferKeeper:
     torch's version counters, compared module by module, and samples of the values show which buffers have changed. Ranks agree on these,
     so a buffer that only some ranks changed causes no hang. A change that only the samples showed might be missed the next time, so
     that buffer is averaged in every step from then on. Constants (rotary tables) are never sent. A cache whose shape differs between
-    ranks, or that only some ranks have, stays as it is.
+    ranks, or that only some ranks have, stays as it is. While no rank has buffers, nothing is sent: ranks learn of the first ones by a
+    mark in the message that ends each step.
 
     On a GPU the samples are read at once after the first step, which finds what every step writes. Later they are read one step late:
     a buffer that is then written unseen for the first time is averaged after the step that follows.
@@ -39,15 +40,26 @@ class BufferKeeper:
         self._sampled = Sampled(self._quiet(self._before))
         self._late: Callable[[], set[str]] | None = None   # tells what the samples showed after the last step
         self._own = self._common = list(self._before)   # names on this rank, and names on all ranks, at the last exchange
+        self._any = bool(self._before)   # whether any rank has had buffers: from then on all take part in an exchange after each step
+        self._first = False              # whether this rank has them, when no rank had before
+
+    def mark(self) -> int:
+        """At the end of a step, for ranks to compare in a message that is sent anyway: 1 where this rank has the first buffers, else 0."""
+        self._first = not self._any and bool(self._seen())
+        return int(self._first)
+
+    def heed(self, alike: bool) -> None:
+        """Before `average_changed`: take note of the buffers of ranks that had none before. alike: whether all have the same mark"""
+        self._any |= self._first or not alike
 
     def average_changed(self) -> list[str]:
         """After a step: average the buffers that changed on any rank. Returns their names. A collective.
 
         sent: an all-reduce of 24 bytes for each buffer, between CPUs, and one for each buffer that changed
         """
-        now = self._seen()
-        if not (now or self._common):
+        if not self._any:
             return []
+        now = self._seen()
         self._look_at_samples(now)
         mine = [(list(now) != self._own, 0, 0)]
         for name, seen in ((name, now.get(name)) for name in self._common):

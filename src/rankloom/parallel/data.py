@@ -100,8 +100,10 @@ class DataParallel(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        self._reducer.finish()
-        self._replica_guard.buffers.average_changed()
+        buffers = self._replica_guard.buffers
+        _, alike = self._reducer.finish(mark=buffers.mark())
+        buffers.heed(alike)
+        buffers.average_changed()
         self._finish_queued = False
 
 

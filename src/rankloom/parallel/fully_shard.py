@@ -186,9 +186,10 @@ class FullySharded(nn.Module):
         if moment is Moment.BACKWARD:
             self._follow_freezing()
         elif self._sharding.reducing is Reducing.ALL:
-            self._sharding.agree()
+            _, alike = self._sharding.agree(mark=max((keeper.mark() for keeper in self._keepers), default=0))
             self._summing.end_step()
             for keeper in self._keepers:
+                keeper.heed(alike)
                 keeper.average_changed()
             for keeper in self._keepers:
                 keeper.forget_changes()   # what the other keeper has averaged is no change by a forward

@@ -294,7 +294,9 @@ class Engine:
 
     def _finish(self, totals: Tensor | None) -> Tensor:
         """Finish all sums over the ranks. raises: ConfigError, on all ranks, when their optimizers have other numbers"""
-        summed, alike = self.placement.finish(totals, self._numbers.mark(self.optimizer))
+        buffers = self._replica_guard.buffers
+        summed, alike = self.placement.finish(totals, self._numbers.mark(self.optimizer) ^ buffers.mark())
+        buffers.heed(alike)
         if not alike:
             expect_alike(self.tokens, "optimizer in this step", numbers_of(self.optimizer), advice=SAME_RATES)
         return summed
