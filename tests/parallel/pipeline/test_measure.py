@@ -166,7 +166,7 @@ def test_costs_of_recorded_steps_are_medians_over_micro_batches_and_steps():
 
     def step(*ends):
         begins = (0, *ends)
-        return Timeline(schedule, tuple(TimeSlot(0, action, a, b) for action, a, b in zip(schedule.ranks[0], begins, ends)), 1.0)
+        return Timeline(schedule, tuple(TimeSlot(0, action, a, b) for action, a, b in zip(schedule.ranks[0], begins, ends)))
 
     assert recorded_costs([step(1, 3, 10, 18), step(9, 13, 22, 122)]) == Costs((3.0,), (8.5,), (0.0,))
 

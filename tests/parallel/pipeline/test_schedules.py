@@ -55,10 +55,6 @@ def test_the_others_keep_what_they_say(name, chunks, peaks):
     assert [peak_live(actions) for actions in schedule.ranks] == peaks
 
 
-def test_zero_bubble_h1_keeps_fewer_where_the_weights_need_less():
-    assert [peak_live(actions, kept=0.5) for actions in make_schedule("zb-h1", 4, 16).ranks] == [4, 3.5, 3, 2.5]
-
-
 def test_folded_stages_meet_on_the_last_rank_and_end_on_the_first():
     assert make_schedule("zb-v", 6, 4).owner == make_schedule("dualpipe-v", 6, 4).owner == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
     assert make_schedule("interleaved", 6, 4).owner == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: 2}

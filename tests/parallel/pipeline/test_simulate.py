@@ -121,6 +121,5 @@ def test_costs_of_another_number_of_stages_or_below_0_are_refused():
         Costs((1.0,), (1.0, 1.0), (1.0,))
 
 
-def test_peaks_are_counted_with_what_the_weights_keep():
-    schedule = make_schedule("zb-h1", 4, 8)
-    assert simulate_schedule(schedule, Costs((1,) * 4, (1,) * 4, (1,) * 4, kept=0.5)).peaks == (4, 3.5, 3, 2.5)
+def test_activations_are_held_until_the_weights_have_their_gradient():
+    assert simulate_schedule(make_schedule("zb-h1", 4, 8), Costs.even(4)).peaks == (4, 4, 4, 4)

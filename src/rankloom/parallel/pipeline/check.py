@@ -5,7 +5,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import accumulate, islice
 
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.actions import COMPUTES, Action, Schedule, finishes, needs
@@ -104,20 +104,14 @@ def _expect_gathered(rank: int, actions: Iterable[Action]) -> None:
             raise ConfigError(f"rank {rank} does {action} while its stage is not whole: put GATHER@{action.stage} before it")
 
 
-def peak_live(actions: Iterable[Action], kept: float = 1.0) -> float:
-    """The most activations that a rank holds at a time, in units of one stage and micro-batch.
+def peak_live(actions: Iterable[Action]) -> int:
+    """The most activations that a rank holds at a time, in units of one stage and micro-batch. The backward towards the weights frees them.
 
-    kept: the share of them held between the backward towards the input and that towards the weights
-
-    >>> peak_live([Action("F", 0, 0), Action("F", 0, 1), Action("I", 0, 0), Action("F", 0, 2)], kept=0.5)
-    2.5
+    >>> peak_live([Action("F", 0, 0), Action("F", 0, 1), Action("I", 0, 0), Action("F", 0, 2)])
+    3
     """
-    change = {"F": 1.0, "B": -1.0, "I": kept - 1.0, "W": -kept}
-    live = peak = 0.0
-    for action in actions:
-        live += change.get(action.kind, 0.0)
-        peak = max(peak, live)
-    return peak
+    change = {"F": 1, "B": -1, "W": -1}
+    return max(accumulate((change.get(action.kind, 0) for action in actions), initial=0))
 
 
 def _listed(actions: list[Action]) -> str:

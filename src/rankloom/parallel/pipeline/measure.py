@@ -129,7 +129,7 @@ def record_step(pipeline: Pipeline, microbatches: Sequence[MicroBatch]) -> Timel
     first = min(start for recorded in everyone for *_, start, _ in recorded)
     found = [TimeSlot(rank, Action(kind, stage, m), start - first, end - first)
              for rank, recorded in enumerate(everyone) for kind, stage, m, start, end in recorded]
-    return Timeline(pipeline.schedule, tuple(found), kept=1.0)
+    return Timeline(pipeline.schedule, tuple(found))
 
 
 def _medians(tables: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:

@@ -1,7 +1,7 @@
 """The known schedules, each a function from a rank to its list of actions, without communication: passes.py adds it.
 
-p ranks, m micro-batches, v stages on each rank (`chunks`: every function takes it, most are for one v only). With one stage a rank, actions
-need not name it. Looped: rank r holds stages r, r + p, r + 2p ... Folded into a V: r and 2p - 1 - r, so that a micro-batch ends on the rank
+p ranks, m micro-batches, v stages on each rank (`chunks`, for functions that are made for any v). With one stage a rank, actions need not
+name it. Looped: rank r holds stages r, r + p, r + 2p ... Folded into a V: r and 2p - 1 - r, so that a micro-batch ends on the rank
 where it began.
 
 A schedule that needs more micro-batches than there are, or a multiple of p, is written for that number; then the actions of those that do
@@ -17,7 +17,7 @@ from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.parallel.pipeline.actions import OWN, Action, Schedule
 
 
-def gpipe(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
+def gpipe(stage: int, stages: int, microbatches: int) -> list[Action]:
     """All forwards, then all backwards.
 
     bubble: (p-1) forwards and backwards   keeps: m activations
@@ -29,7 +29,7 @@ def gpipe(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[A
     return [*_sweep("F", [OWN], microbatches), *_sweep("B", [OWN], microbatches)]
 
 
-def one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
+def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Action]:
     """Warm up, alternate, drain.
 
     bubble: (p-1) forwards and backwards   keeps: at most `stages - stage` activations
@@ -67,7 +67,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> li
     return _existing(_alternate(forwards, backwards, warmup=(chunks - 1) * ranks + 2 * (ranks - rank - 1)), microbatches)
 
 
-def zero_bubble_h1(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
+def zero_bubble_h1(stage: int, stages: int, microbatches: int) -> list[Action]:
     """1F1B with the backward in two parts: towards the input at once, because others wait for it; towards the weights later, in a bubble.
 
     bubble: (p-1)(F + I - W)   keeps: p activations, of which r wait for their weight gradients only
@@ -79,7 +79,7 @@ def zero_bubble_h1(stage: int, stages: int, microbatches: int, chunks: int = 1) 
     return _split_backward(microbatches, warmup=stages - stage - 1, lag=stage)
 
 
-def zero_bubble_h2(stage: int, stages: int, microbatches: int, chunks: int = 1) -> list[Action]:
+def zero_bubble_h2(stage: int, stages: int, microbatches: int) -> list[Action]:
     """ZB-H1 with twice the warm-up and twice the lag of the weights: no bubble if F = I = W and a rank starts its next step at once.
 
     bubble: (p-1)(F + I - 2W)   keeps: 2p - 1 activations
@@ -88,7 +88,7 @@ def zero_bubble_h2(stage: int, stages: int, microbatches: int, chunks: int = 1) 
     return _split_backward(microbatches, warmup=2 * (stages - stage - 1), lag=2 * stage)
 
 
-def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> list[Action]:
+def zero_bubble_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """Two stages on each rank, folded: as little memory as 1F1B, and no bubble if F = I = W.
 
     keeps:  2p activations of half stages   sent: twice the messages of 1F1B
@@ -109,7 +109,7 @@ def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> 
     return _existing(write.actions, microbatches)
 
 
-def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> list[Action]:
+def dual_pipe_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """Two stages on each rank, folded. In the middle each backward is paired with a forward, so that their messages may overlap.
 
     bubble: (p-1)(F + I - W) of a half stage if F = I >= W, and the two of a pair run one after the other
@@ -181,7 +181,7 @@ def _existing(actions: list[Action], microbatches: int) -> list[Action]:
 class KnownSchedule:
     """One of the functions above, and how many stages a rank holds under it."""
 
-    rank_actions: Callable[[int, int, int, int], list[Action]]
+    rank_actions: Callable[..., list[Action]]   # of rank, ranks, microbatches; and of the stages on a rank, if it is made for any number
     says: str
     fewest: int = 1     # stages on a rank
     most: int | None = 1
@@ -221,5 +221,5 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None 
                           f"{known.fewest}{'' if known.most else ' or more'}")
     if stages % chunks:
         raise ConfigError(f"schedule {name!r}: {stages} stages cannot be dealt out {chunks} to a rank; give a multiple of {chunks}")
-    ranks = stages // chunks
-    return Schedule.of(*(known.rank_actions(rank, ranks, microbatches, chunks) for rank in range(ranks)))
+    ranks, any_number = stages // chunks, [chunks] if known.most is None else []
+    return Schedule.of(*(known.rank_actions(rank, ranks, microbatches, *any_number) for rank in range(ranks)))

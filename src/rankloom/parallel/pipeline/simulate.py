@@ -26,12 +26,11 @@ class Costs:
     input: tuple[float, ...]      # backward towards the input
     weight: tuple[float, ...]     # backward towards the weights
     message: float = 0.0          # from one rank to another, after the sender is done with it
-    kept: float = 1.0             # of a stage's activations, the share held until the weights' backward
     send: float = 0.0             # that a message keeps its sender busy
 
     def __post_init__(self) -> None:
         kinds = {"forward": self.forward, "input": self.input, "weight": self.weight,
-                 "message": (self.message,), "send": (self.send,), "kept": (self.kept,)}
+                 "message": (self.message,), "send": (self.send,)}
         if len({len(self.forward), len(self.input), len(self.weight)}) > 1:
             raise ConfigError(f"costs of {len(self.forward)} stages forward, {len(self.input)} for the input and {len(self.weight)} for "
                               "the weights: expected one cost of each kind for each stage")
@@ -68,7 +67,6 @@ class Timeline:
 
     schedule: Schedule
     spans: tuple[TimeSlot, ...]       # of actions that take time, rank by rank, in order
-    kept: float
 
     @cached_property
     def by_rank(self) -> tuple[tuple[TimeSlot, ...], ...]:
@@ -97,9 +95,9 @@ class Timeline:
         return 1 - sum(self.busy) / len(self.busy) / longest
 
     @property
-    def peaks(self) -> tuple[float, ...]:
+    def peaks(self) -> tuple[int, ...]:
         """The most activations that each rank holds, in units of one stage and micro-batch."""
-        return tuple(peak_live(actions, self.kept) for actions in self.schedule.ranks)
+        return tuple(peak_live(actions) for actions in self.schedule.ranks)
 
 
 def simulate_schedule(schedule: Schedule, costs: Costs) -> Timeline:
@@ -117,4 +115,4 @@ def simulate_schedule(schedule: Schedule, costs: Costs) -> Timeline:
         clock[rank] = begin + busy
         if action.kind in COMPUTES:
             spans.append(TimeSlot(rank, action, begin, begin + busy))
-    return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.rank, span.start))), costs.kept)
+    return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.rank, span.start))))
