@@ -89,7 +89,7 @@ class FirstValues:
     """Fills this rank's part of each tensor. All ranks hold parts of one whole, which the first rank makes.
 
     make:   fills whole tensors
-    groups: broadcasts along them, one after the other, reach all ranks that hold a part; the rank that is first in each makes the whole
+    groups: a tensor is broadcast along each group in turn. The rank that is 0 in all of them makes it; after the last all ranks have it
     split:  how the model is split over them, if it is
     sent:   each whole tensor, by broadcast
     memory: one whole tensor, and the part that is taken out of it

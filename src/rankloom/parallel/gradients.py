@@ -79,7 +79,7 @@ class GradientReducer:
             raise ConfigError(f"bucket_bytes={bucket_bytes!r}, expected 1 or more; 1 gives each gradient a bucket of its own")
         self._bucket_bytes = bucket_bytes or (ONE_HOST_BYTES if group.one_host and group.device.type == "cpu" else BUCKET_BYTES)
         self._home: dict[str, Bucket] = {}
-        self._arrivals = Arrivals(params)   # gradients of this rank alone, outside buckets; in the first backward all
+        self._arrivals = Arrivals(params)   # gradients that are in no bucket: before buckets exist all, later embeddings sent by rows
         self._launched = 0
         self._worker = worker_beside(group) if self.summing.in_python else None
         for name, param in params.items():
@@ -166,7 +166,7 @@ class GradientReducer:
                 bucket.waiting_for.discard(name)
                 self._launch_full_buckets()
             return
-        # No bucket: in the first backward, and always for embeddings sent by rows, gradients stay where autograd made them.
+        # No bucket: see `_arrivals`. Such gradients stay where autograd made them.
         self._arrivals.note(name, param, owner)
         if owner is not param:
             owner.grad = _converted(gradient, owner.dtype) if owner.grad is None else owner.grad.add_(gradient)

@@ -30,7 +30,7 @@ AHEAD = 2        # receives that are posted before they are needed
 
 
 class Shape(NamedTuple):
-    """Of a tensor in a message. gradient: whether a gradient of it must come back"""
+    """The shape and dtype of a tensor in a message. gradient: whether its gradient must come back"""
 
     dtype: torch.dtype
     dims: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Passes: from a list of actions to a longer one. They add communication to a schedule, so that no schedule needs a flag for it."""
+"""Passes: each makes a longer list of actions from a list. They add communication, so that no schedule needs a flag for it."""
 
 from collections.abc import Callable, Iterable, Mapping
 

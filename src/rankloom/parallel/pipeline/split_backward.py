@@ -21,7 +21,7 @@ from rankloom.base.hooks import is_hooked
 
 
 class Product(NamedTuple):
-    """The gradient of `weight` still to come: grad [..., O] by x [..., I]."""
+    """The two factors of a gradient of `weight` [O, I] that is not computed yet: grad [..., O] and x [..., I]."""
 
     weight: Tensor
     grad: Tensor
@@ -51,7 +51,7 @@ class deferring(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """The weight is no input of the graph, or its hooks would run in the first part, before it has a gradient."""
+    """The weight is not an input of the graph: its hooks would run in the first part, before it has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: list[Tensor], products: list[Product]) -> Tensor:

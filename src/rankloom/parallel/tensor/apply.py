@@ -1,4 +1,4 @@
-"""`rl.tensor_parallel` takes a plain model, a plan of name patterns and a group. Afterwards each rank holds and computes its part.
+"""`rl.tensor_parallel` cuts a plain model over the ranks of a group, by a plan of name patterns. Each rank then computes its part.
 
     rl.tensor_parallel(model, {"layers.*.attention.query": "colwise", ..., "layers.*.attention.output": "rowwise"}, group)
 

@@ -5,7 +5,7 @@ several ranks share each: then neighbours, whose query heads read the same KV he
 (`grad_partial`).
 
 A module keeps its number of heads in an attribute, which has many names in the field. A module that seems to be attention and has none of
-them is refused: cut evenly, half a head would pass for a head.
+them is refused: otherwise a head might be cut in half without an error.
 """
 
 import re
@@ -32,7 +32,7 @@ OF_AN_MLP = re.compile(r"(up|gate|fc1|fc_in|c_fc|w1|w3|lin1|linear1|ff\d?|ffn\d?
 
 
 class Cut(NamedTuple):
-    """The number of heads of queries, keys or values in all, on a rank, and the width of one."""
+    """Of queries, keys or values: the number of heads in all and on a rank, and the width of one."""
 
     whole: int
     here: int

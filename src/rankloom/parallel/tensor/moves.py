@@ -2,8 +2,8 @@
 
 base/layout.py derives the two collectives; this file runs them. Layouts name the last dims, so any number may come before.
 
-All of tensor parallel's communication goes through `redistribute`, but for three files: the loss (vocabulary.py), collectives beside
-matrix products (overlap.py), and sums of partial gradients and gathers of whole states (holding.py).
+All communication of forward and backward goes through `redistribute`, with two exceptions: the loss (vocabulary.py), and collectives beside
+matrix products (overlap.py).
 """
 
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ def redistribute(x: Tensor, src: Layout, dst: Layout, group: Group, *, label: st
 
 
 class _Way(NamedTuple):
-    """A move and the conjugate one of the gradient, and the layouts before and after, whose dims have the same names."""
+    """A move, the conjugate move of the gradient, and the layouts before and after. Their dims have the same names."""
 
     there: Move
     back: Move

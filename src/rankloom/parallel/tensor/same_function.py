@@ -1,12 +1,12 @@
-"""Is a block whose layers are cut over ranks the same function as the whole block? It is shown once, before its first call.
+"""Is a block whose layers are cut over ranks the same function as the whole block? This is checked once, before its first call.
 
-A plan is words, and a wrong one trains a little worse without an error: queries, keys and values in one matrix, cut across each other; a
-softmax or a mean over features of which a rank has some; a bias that every rank adds. So `tensor_parallel` keeps two copies without
-memory, whole and cut, of one block of each kind. When the block is called first, both copies get the same random parameters, the cut one
-its parts of them, and are called with the block's arguments. What they return must be equal, up to rounding.
+With a wrong plan a model trains a little worse, without an error: queries, keys and values in one matrix, cut across each other; a softmax
+or a mean over features of which a rank has only some; a bias that every rank adds. So `tensor_parallel` keeps two copies without memory,
+whole and cut, of one block of each kind. When the block is first called, both copies are called with its arguments and with the same random
+parameters, of which the cut copy gets this rank's parts. What they return must be equal, up to rounding.
 
-Random parameters, because those of the model may hide what they let in later: output layers and gates often begin at zero. In debug mode
-tags.py follows the layouts of all activations instead, and says where the first is not what it should be.
+The model's own parameters might hide a difference at first: output layers and gates often begin at zero. In debug mode tags.py follows the
+layouts of all activations instead, and names the first that is wrong.
 """
 
 import copy
@@ -37,7 +37,7 @@ AT_MOST = 1 << 30   # elements of a block that is looked at: it is whole, for a 
 MANY = 0.25         # of the vectors in an output that may differ: a router of experts may send one of many elsewhere
 OF_WHAT_IS_ADDED = 0.02   # that may be rounding, many times over, in 16 bits in another kernel
 OF_SUMS = 1.5       # roundings of what comes out, where much is added to: two sums in a block, each rounded twice, a fifth of an eps each
-TRIES = 3           # calls that may pass before a block is left in peace that could not be looked at
+TRIES = 3           # calls after which a block that cannot be looked at is left in peace
 TF32 = 2.0**-10     # relative precision of a product of 32-bit matrices on a GPU, as some multiply them
 
 
@@ -85,7 +85,7 @@ def look_before_first_call(model: nn.Module, kept: Mapping[str, nn.Module], grou
 
 
 class _Look:
-    """A forward pre-hook that compares a block's copies, once, and is gone."""
+    """A forward pre-hook that compares a block's copies once, then removes itself."""
 
     def __init__(self, whole: nn.Module, cut: nn.Module, group: Group, name: str, between: Layout):
         self.whole, self.cut, self.group, self.name, self.between = whole, cut, group, name, between

@@ -15,7 +15,7 @@ What it cannot see:
   are compared all the same
 - a change of meaning: a mean over split features still counts as split; it is an error only where a whole tensor is read
 - functions that run outside of a call of the model, and inputs of modules that were added after the cut
-- errors that are the same on all ranks, and other axes than tensor, along which ranks differ by design
+- errors that are the same on all ranks, and errors along other axes than tensor, where ranks differ by design
 Rounding counts as an error: on a GPU, kernels that add in no fixed order need torch.use_deterministic_algorithms.
 
 Price: a message of 8 bytes to each rank for every tensor before and after a module, and a pass over its elements.
