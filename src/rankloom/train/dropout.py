@@ -24,7 +24,7 @@ from rankloom.base.hooks import hooks_of
 from rankloom.base.rng import key_to_seed
 from rankloom.parallel.context import KEYED_DROPOUT
 from rankloom.parallel.sequences import Spans, take_run
-from rankloom.parallel.tensor.layers import Between
+from rankloom.parallel.tensor.between import Between
 from rankloom.train.batches import rows_if_any
 from rankloom.world.group import Group
 
