@@ -137,6 +137,8 @@ def test_help_names_every_command():
         (["train", "train.toml", "--mesh.tenosr", "2"], "error: --mesh.tenosr: unknown key 'tenosr'. Did you mean 'tensor'?"),
         (["train", "train.toml", "--mesh.replicate", "3"], "local ? x ranks 3 x accumulate ? = global 4 has no solution"),
         (["train", "train.toml", "--mesh.replicate", "8"], "global_batch_size 4 is smaller than the 8 ranks"),
+        (["train", "train.toml", "--train.stage", "3", "--train.reshard_after_forward", "2"], "2 does not divide [mesh] shard 1"),
+        (["train", "train.toml", "--mesh.shard", "3"], "on 3 ranks: local ? x ranks 3 x accumulate ? = global 4 has no solution"),
         (["train", "train.toml", "--model.preset", "2M"], "no model preset '2M'"),
         (["train", "train.toml", "--data.source", "none.txt"], "error: no text at 'none.txt'"),
         (["train", "train.toml", "--run.folder", "text.txt/x"], "text.txt/x/"),
@@ -165,7 +167,8 @@ def test_a_mistake_is_one_message_without_a_traceback(here, words, message):
 
 @pytest.mark.parametrize("words", [
     ["train", "train.toml", "--data.source", "/nope"], ["train", "train.toml", "--data.source", "/nope.npy"],
-    ["train", "train.toml", "--data.source", "/nope", "--mesh.replicate", "2"], ["train", "train.toml", "--data.source", "empty"],
+    ["train", "train.toml", "--data.source", "/nope", "--mesh.replicate", "2"], ["train", "train.toml", "--mesh.shard", "3"],
+    ["train", "train.toml", "--train.stage", "3", "--train.reshard_after_forward", "2"], ["train", "train.toml", "--data.source", "empty"],
     ["scale", "train.toml", "--data.source", "/nope"], ["bench", "--ranks", "1"], ["bench", "--ranks", "0"],
     ["bench", "--topology", "none.toml"],
 ])

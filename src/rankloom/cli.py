@@ -116,10 +116,11 @@ def train(file: Path, /, *overrides: Overrides) -> None:
     alone = find_place().launcher == "alone"
     with leaving_on_signals(as_killed=not alone):
         from rankloom.data.text import expect_source
-        from rankloom.train.config import load_config
+        from rankloom.train.config import load_config, with_ranks
 
         config = load_config(file, overrides)
         if alone:   # before the run has a folder
+            config = with_ranks(config, config.mesh.as_mesh().size)
             expect_source(config.data.source)
         if config.checkpoint.resume is not None:
             from rankloom.train.resume import expect_steps_left

@@ -211,6 +211,7 @@ def test_every_wrong_key_has_its_line_in_the_one_error(file):
         ["--train.reshard_after_forward", "false"],
         ["--train.stage", "3", "--mesh.shard", "2", "--mesh.pipe", "2", "--train.reshard_after_forward", "false"],
         ["--train.stage", "3", "--mesh.shard", "4", "--train.reshard_after_forward", "3"],
+        ["--train.stage", "3", "--mesh.replicate", "1", "--train.reshard_after_forward", "2"],
         ["--train.recompute", "some"],
         ["--train.stage", "3", "--mesh.replicate", "2"],
         ["--train.stage", "3", "--mesh.shard", "2", "--comm.compress", "powersgd"],
@@ -340,6 +341,29 @@ def test_a_given_shard_leaves_the_other_ranks_to_replicate(file):
     assert with_ranks(config, 4).mesh.as_mesh() == Mesh(replicate=2, shard=2)
     with pytest.raises(MeshError, match="shard 2 does not divide the 3 ranks"):
         with_ranks(config, 3)
+
+
+@pytest.mark.parametrize(("flags", "alone"), [
+    (["--train.stage=3", "--train.reshard_after_forward=2"], "reshard_after_forward 2 does not divide .mesh. shard 1"),
+    (["--mesh.shard=2", "--train.local_batch_size=1", "--train.accumulate=1", "--train.global_batch_size=4"], "1 x 2 x 1 = 2"),
+    (["--mesh.shard=2", "--train.stage=2", "--comm.compress=topk"], 'compress = "topk" has no reduce-scatter'),
+    (["--train.stage=2", "--comm.compress=topk", "--mesh.expert=2", "--model.moe.experts=4"], None),
+], ids=str)
+def test_a_file_is_not_judged_by_axes_that_are_left_out_before_the_ranks_are_known(file, flags, alone):
+    """It was refused as if replicate were 1, and accepted with the same axes written out."""
+    config = load_config(file(), flags)
+    whole = with_ranks(config, 4)
+    axes = [f"--mesh.{axis}={n}" for axis, n in whole.mesh.as_mesh().sizes().items()]
+    assert load_config(file(), [*flags, *axes]) == whole and whole.mesh.as_mesh().size == 4
+    if alone:
+        with pytest.raises(ConfigError, match=alone):
+            with_ranks(config, config.mesh.as_mesh().size)
+
+
+@pytest.mark.parametrize("shard", [9, 16])
+def test_more_ranks_than_logical_shards_are_refused_as_soon_as_shard_says_so(file, shard):
+    with pytest.raises(ConfigError, match=f"deterministic has 8 logical shards, which cannot feed {shard} ranks"):
+        load_config(file(f"[train]\nglobal_batch_size = {shard}\ndeterministic = true\n"), [f"--mesh.shard={shard}"])
 
 
 def test_rows_are_dealt_over_the_data_axes_only(file):

@@ -79,9 +79,9 @@ def test_config_files_refuse_selective_in_compiled_blocks_that_ranks_share(tmp_p
 
 
 def test_only_selective_conflicts_and_only_where_ranks_share_blocks():
-    for shared in (False, True):
+    for axis in ("shard", "pipe", "context", "tensor", "expert"):
         for asked in ({"recompute": policy, "compile": compile} for policy in ("none", "selective", "full", "1 GiB") for compile in (0, 1)):
-            found = list(conflicts(asked, stage=0, split=shared, pipe_ranks=1, shared=shared))
+            found, shared = list(conflicts(asked, stage=0, ranks={axis: 2})), axis not in ("shard", "pipe")
             assert found == ([("recompute", NOT_ONE_GRAPH)] if shared and asked == {"recompute": "selective", "compile": 1} else [])
 
 

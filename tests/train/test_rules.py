@@ -12,8 +12,8 @@ OTHER = {"all_reduce": "ring", "compress": "int8", "compress_after": 3, "units":
          "reshard_after_forward": False, "ahead": 2}
 
 
-def found(asked, stage=0, split=False, pipe_ranks=1):
-    return [conflict.option for conflict in conflicts(asked, stage=stage, split=split, pipe_ranks=pipe_ranks)]
+def found(asked, stage=0, **ranks):
+    return [conflict.option for conflict in conflicts(asked, stage=stage, ranks=ranks)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -29,13 +29,27 @@ def test_one_is_not_taken_for_true():
 
 
 @pytest.mark.parametrize(("asked", "where", "expected"), [
-    ({"deterministic": 8}, {"split": True}, ["deterministic"]), ({"deterministic": 0}, {"split": True}, []),
+    ({"deterministic": 8}, {"tensor": 2}, ["deterministic"]), ({"deterministic": 0}, {"tensor": 2}, []),
+    ({"deterministic": 8}, {"replicate": 2, "shard": 3, "stage": 3}, []), ({"deterministic": 8}, {"expert": 1, "pipe": 1}, []),
     ({"deterministic": 8, "all_reduce": "ring"}, {}, ["all_reduce"]), ({"deterministic": 8, "compress": "int8"}, {}, ["compress"]),
-    ({"all_reduce": "ring"}, {"split": True}, ["all_reduce"]), ({"offload": True}, {"split": True, "stage": 1}, []),
-    ({"pipe": "1f1b"}, {}, ["pipe"]), ({"pipe": "1f1b"}, {"split": True, "pipe_ranks": 2}, []),
-    ({"ahead": 2}, {"split": True, "pipe_ranks": 2, "stage": 3}, ["ahead"])], ids=str)
+    ({"all_reduce": "ring"}, {"tensor": 2}, ["all_reduce"]), ({"offload": True}, {"tensor": 2, "stage": 1}, []),
+    ({"pipe": "1f1b"}, {}, ["pipe"]), ({"pipe": "1f1b"}, {"pipe": 2}, []), ({"ahead": 2}, {"pipe": 2, "stage": 3}, ["ahead"]),
+    ({"compress": "int8"}, {"tensor": 2}, ["compress"]), ({"compress": "int8"}, {"pipe": 2, "context": 2}, []),
+    ({"compress": "int8"}, {}, []), ({"compress": "int8"}, {"tensor": 2, "shard": 2, "stage": 1}, []),
+    ({"compress": "topk"}, {"shard": 2, "stage": 1}, ["compress"]), ({"compress": "topk"}, {"shard": 2, "stage": 0}, []),
+    ({"compress": "topk"}, {"shard": 2, "tensor": 2, "stage": 1}, ["compress"]),
+    ({"compress": "topk"}, {"shard": 2, "replicate": 2, "stage": 1}, []), ({"compress": "topk"}, {"shard": 2, "expert": 2, "stage": 1}, []),
+    ({"compress": "powersgd"}, {"shard": 2, "replicate": 2, "stage": 1}, ["compress"]),
+], ids=str)
 def test_options_conflict_with_others_and_with_axes(asked, where, expected):
     assert found(asked, **where) == expected
+
+
+def test_an_axis_that_is_not_known_yet_may_have_several_ranks():
+    unknown = {"replicate": None, "shard": 2}
+    assert found({"compress": "topk"}, 2, **unknown) == [], "with replicas, slices can be summed so"
+    assert found({"compress": "powersgd"}, 2, **unknown) == ["compress"], "never on slices"
+    assert found({"compress": "int8"}, 0, tensor=2, replicate=None, shard=None) == []
 
 
 @pytest.mark.parametrize(("flags", "options", "reason"), [

@@ -19,7 +19,6 @@ from rankloom.base.hooks import hooks_of
 from rankloom.parallel.axes import axes_of
 from rankloom.parallel.context import RING, expect_kind
 from rankloom.parallel.equal_start import expect_unchanged
-from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.tensor.apply import expect_plan
 from rankloom.parallel.wrapping import Policy, section_names
@@ -128,10 +127,8 @@ def check_options(world: World, settings: Settings, stage: int, asked: Mapping[s
         raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")
     expect_exact_steps(asked["compress_after"], asked["compress"])
     asked = {"deterministic": settings.logical_shards, **asked}
-    slices = bool(stage) and (world.mesh.shard if world.axes_named else world.size) > 1
-    replicas = world.axes_named and any(world.mesh.sizes()[axis] > 1 for axis in TOKEN_AXES if axis != "shard")
-    for option, reason in conflicts(asked, stage=stage, split=is_split(world), pipe_ranks=world.mesh.pipe, slices=slices,
-                                    replicas=replicas, sums=replicas or world.mesh.shard > 1 or not is_split(world)):
+    ranks = world.mesh.sizes() if world.axes_named else {"shard": world.size}
+    for option, reason in conflicts(asked, stage=stage, ranks=ranks):
         raise ConfigError(f"{option}={asked[option]!r} {reason}; leave it out")
     expect_counts(ahead=asked["ahead"], gradient_memory=asked["gradient_memory"])
 

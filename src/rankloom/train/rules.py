@@ -23,25 +23,25 @@ class Conflict(NamedTuple):
     reason: str
 
 
-def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: int, shared: bool = False,
-              slices: bool = False, replicas: bool = False, sums: bool = True) -> Iterator[Conflict]:
+def conflicts(asked: Mapping[str, Any], *, stage: int, ranks: Mapping[str, int | None]) -> Iterator[Conflict]:
     """The options in `asked` (name -> value) that exclude others or have no effect. An option that is left out has its default.
 
-    asked:      options of HAS_EFFECT; `deterministic`: the number of logical shards, 0 for none; `pipe`: the schedule, or None;
-                `recompute` and `compile`
-    split:      whether the mesh has ranks along other axes than replicate and shard
-    pipe_ranks: number of ranks along the axis pipe
-    shared:     whether ranks share the work of a block: those along context, tensor and expert
-    slices:     whether several ranks keep slices of the summed gradients, and `replicas`, whether slices are summed over others
-    sums:       whether there are gradients to be summed over ranks; False where several ranks only split the model
+    asked: options of HAS_EFFECT; `deterministic`: the number of logical shards, 0 for none; `pipe`: the schedule, or None;
+           `recompute` and `compile`
+    ranks: mesh axis -> number of ranks along it; None: not known yet, perhaps several. An axis that is left out has one
 
-    >>> [f"{option} {reason}" for option, reason in conflicts({"offload": True}, stage=0, split=False, pipe_ranks=1)]
+    >>> [f"{option} {reason}" for option, reason in conflicts({"offload": True}, stage=0, ranks={"replicate": 2})]
     ['offload has no meaning at stage 0, only at stage 1 and 2 and 3']
     """
+    several = {axis for axis, n in ranks.items() if n != 1}
+    shared, replicas = several & {"context", "tensor", "expert"}, bool(several & {"replicate", "context", "expert"})
+    split = bool(shared) or "pipe" in several
+    slices = stage > 0 and "shard" in several   # several ranks share the summed gradients; with `replicas`, others have the same share
+    sums = replicas or "shard" in several or not split   # False: ranks only split the model, and no gradient is summed over ranks
     deterministic = asked.get("deterministic", 0)
     if deterministic and split:
         yield Conflict("deterministic", "holds bits equal along the data axes only: use a mesh of replicate and shard, or turn it off")
-    if asked.get("pipe") is not None and pipe_ranks == 1:
+    if asked.get("pipe") is not None and "pipe" not in several:
         yield Conflict("pipe", "has no meaning on a mesh without pipe ranks")
     if shared and asked.get("compile") and asked.get("recompute") == "selective":
         yield Conflict("recompute", NOT_ONE_GRAPH)
@@ -59,7 +59,7 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, split: bool, pipe_ranks: 
             yield Conflict(option, "is for data parallel alone: not on a mesh with other axes than replicate and shard")
         if option in NOT_DETERMINISTIC and deterministic:
             yield Conflict(option, f"has no meaning with deterministic: {NOT_DETERMINISTIC[option]}")
-        if option in WITHOUT_PIPE and pipe_ranks > 1:
+        if option in WITHOUT_PIPE and "pipe" in several:
             yield Conflict(option, "has no meaning with pipe ranks: stages are gathered before the schedule and reduced after it")
         if stage not in stages:
             yield Conflict(option, f"has no meaning at stage {stage}, only at stage {' and '.join(map(str, stages))}")

@@ -318,9 +318,9 @@ class Config(ConfigSection):
         self._expect_no_conflicts()
         self._expect_experts_for(self.mesh.expert)
         self._expect_axes_fit(self.gpt(self.data.vocab_size or BYTES_VOCAB))
-        if self.mesh.is_known() or self.mesh.shard is not None:
+        if self.mesh.is_known():
             self.batch()
-            self._expect_shards_for(self.mesh.as_mesh().size)
+        self._expect_shards_for(self.mesh.as_mesh().size)   # the fewest ranks that there can be
         return self
 
     def _expect_stage_and_shard_fit(self) -> None:
@@ -331,8 +331,8 @@ class Config(ConfigSection):
         if stage and shard == 1 and replicate > 1:
             raise ValueError(f"[train] stage {stage} cuts over [mesh] shard, which is 1: nothing would be cut; "
                              f"give --mesh.replicate 1 --mesh.shard {replicate}")
-        reshard = self.train.reshard_after_forward
-        if shard % int(reshard or 1):
+        reshard, unknown = self.train.reshard_after_forward, self.mesh.shard is None and not self.mesh.is_known()
+        if shard % int(reshard or 1) and not unknown:
             raise ValueError(f"[train] reshard_after_forward {reshard} does not divide [mesh] shard {shard}")
 
     def _expect_no_conflicts(self) -> None:
@@ -340,13 +340,9 @@ class Config(ConfigSection):
         sections = {"comm": ("all_reduce", "compress", "compress_after"),
                     "train": ("deterministic", "pipe", "offload", "reshard_after_forward", "recompute", "compile")}
         asked = {option: (section, getattr(getattr(self, section), option)) for section, options in sections.items() for option in options}
-        shared = self.mesh.context * self.mesh.tensor * self.mesh.expert > 1
         values = {option: value for option, (_, value) in asked.items()}
-        mesh, stage, split = self.mesh, self.train.stage, shared or self.mesh.pipe > 1
-        replicas = (mesh.replicate or 1) * mesh.context * mesh.expert > 1
-        sums = replicas or mesh.replicate is None or mesh.shard != 1 or not split   # an axis that is left out may get several ranks
-        for option, reason in conflicts(values, stage=stage, split=split, pipe_ranks=mesh.pipe, shared=shared, replicas=replicas,
-                                        slices=bool(stage) and mesh.shard != 1, sums=sums):
+        ranks = self.mesh.as_mesh().sizes() if self.mesh.is_known() else dict(self.mesh)
+        for option, reason in conflicts(values, stage=self.train.stage, ranks=ranks):
             section, value = asked[option]
             raise ValueError(f"[{section}] {option} = {json.dumps(value)} {reason}")
 
