@@ -276,6 +276,16 @@ def test_logical_shards_and_the_default_vocabulary_are_those_of_engine_and_token
     assert ByteTokenizer().vocab_size == schema.BYTES_VOCAB
 
 
+def test_a_tokenizer_that_nobody_has_read_yet_says_nothing_of_the_vocabulary(file):
+    """Its size was taken for that of bytes, 257."""
+    config = load_config(file(), ["--data.tokenizer=x.json", "--model.vocab_size=128"])
+    assert config.gpt(100).vocab_size == 128
+    with pytest.raises(ConfigError, match="vocab_size 128 is less than the 200 of the tokenizer"):
+        config.gpt(200)
+    with pytest.raises(ConfigError, match="vocab_size 128 is less than the 257 of the tokenizer"):
+        load_config(file(), ["--model.vocab_size=128"])
+
+
 def test_a_batch_that_does_not_divide_shows_the_equation_before_any_rank_starts(file):
     with pytest.raises(ConfigError, match=r"local \? x ranks 3 x accumulate \? = global 8 has no solution"):
         load_config(file(), ["--mesh.replicate", "3"])

@@ -317,7 +317,8 @@ class Config(ConfigSection):
         self._expect_stage_and_shard_fit()
         self._expect_no_conflicts()
         self._expect_experts_for(self.mesh.expert)
-        self._expect_axes_fit(self.gpt(self.data.vocab_size or BYTES_VOCAB))
+        of_bytes = self.data.tokenizer in (None, "bytes")
+        self._expect_axes_fit(self.gpt(self.data.vocab_size or (BYTES_VOCAB if of_bytes else 1)))   # that of a .json is read later
         if self.mesh.is_known():
             self.batch()
         self._expect_shards_for(self.mesh.as_mesh().size)   # the fewest ranks that there can be
