@@ -91,6 +91,8 @@ def test_a_pattern_that_fits_nothing_and_a_model_that_keeps_all_are_errors():
         to_float8(GPT(SMALL), Recipe(keep=("bloks.0.mlp.up",)))
     with pytest.raises(ConfigError, match="no layer of this model can be in fp8: 0: 2 x 3 does not divide by 16"):
         to_float8(nn.Sequential(nn.Linear(2, 3)))
+    with pytest.raises(ConfigError, match="no layer of this model can be in fp8: the model: it makes the output"):
+        to_float8(nn.Linear(16, 16))   # it was a KeyError: the model itself has no name
     with pytest.raises(ConfigError, match="there is no nn.Linear in it"):
         to_float8(nn.Sequential(nn.Conv2d(1, 1, 1)))
 

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.float8 import E4M3, E5M2, STEP, Float8, cast, magnitude, scaled_product
+from rankloom.base.names import full_name
 from rankloom.parallel.tensor.holding import holdings
 from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear
 from rankloom.train.amax import AmaxHistory, Meter
@@ -315,7 +316,7 @@ def plan_float8(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, str]:
     last = next((name for name in reversed(linears) if "." not in name), None)
 
     def reason(name: str, layer: nn.Module) -> str:
-        shape = held[f"{name}.weight"].shape   # of the whole weight: the choice is that of one process
+        shape = held[full_name(name, "weight")].shape   # of the whole weight: the choice is that of one process
         if any(n % STEP for n in shape):
             return f"{_sizes(shape)} does not divide by {STEP}"
         if id(layer.weight) in shared:
