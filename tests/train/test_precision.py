@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
 from awkward import adamw, loss_sum, make_batches, make_model, share, train_plainly
@@ -351,6 +352,25 @@ def test_an_engine_is_not_copied_and_its_model_may_be(name):
         assert torch.equal(loss_sum(twin, x)[0], loss)
 
     rl.simulate(1, body)
+
+
+def test_the_whole_model_of_stage_0_is_copied_straight_into_host_memory():
+    """A second copy of all masters may not fit on a GPU. Where each copy goes is seen by a mode: on a CPU, both ways end alike."""
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **kwargs or {})
+            copies.extend((func, (kwargs or {}).get("device")) for _ in range(func in (aten.clone.default, aten._to_copy.default)))
+            return made
+
+    def body(world):
+        engine = rl.prepare(nn.Linear(3, 2), loss=loss_sum, optimizer=adamw, world=world, precision="bf16")
+        with Copies():
+            whole = engine.placement.values(None)
+        assert all(value.data_ptr() != engine.placement.owners[name].data_ptr() for name, value in whole.items())
+
+    aten, copies = torch.ops.aten, []
+    rl.simulate(1, body)
+    assert copies == [(aten._to_copy.default, torch.device("cpu"))] * 2
 
 
 def test_an_unknown_precision_is_answered_with_the_nearest():

@@ -218,10 +218,11 @@ class MasterWeights:
             self._rounded = {name: self._mark(name) for name in self._rounded}
 
     def full_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of `state` (a model's state dict), with master values in place of rounded ones."""
+        """A copy of `state` (a model's state dict) in CPU memory, with master values in place of rounded ones."""
         masters = {id(param): self.owners[name] for name, param in self.params.items()}
         whole = {name: masters.get(id(value), value) for name, value in state.items()}
-        return {name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in whole.items()}
+        return {name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+                for name, value in whole.items()}
 
 
 def _copied(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
