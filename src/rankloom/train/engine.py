@@ -202,7 +202,7 @@ class Engine:
 
         "run" is {"step", "loss_scale" (fp16; else None), "amax" (fp8 with delayed scaling, by name)}.
         Parameters come in the master dtype. Frozen ones have no master and come in the compute dtype: in 16 bits they are rounded.
-        A collective: where the state is sharded, it is gathered tensor by tensor into CPU memory.
+        A collective: the state comes in CPU memory; where it is sharded, it is gathered tensor by tensor.
         rank:   the rank of the world that gets the state. The others get empty dicts, and hold at most one tensor at a time. Left out,
                 all ranks get it
         raises: ConfigError, on all ranks, when there is no such rank, or ranks name different ones
