@@ -44,6 +44,43 @@ def test_a_rank_that_would_train_in_another_way_is_named_on_all_ranks_with_what_
     rl.simulate(3, body)
 
 
+def called(name, module):
+    return isinstance(module, nn.Linear)
+
+
+@pytest.mark.parametrize(("common", "rank_1", "message"), [
+    ({"stage": 2}, {"accumulate": 4}, "accumulate is 4, on rank 0 1"),
+    ({"stage": 3}, {"accumulate": 4}, "accumulate is 4, on rank 0 1"),
+    ({"stage": 3}, {"reshard_after_forward": False}, "reshard_after_forward is False, on rank 0 True"),
+    ({"stage": 3}, {"ahead": 2}, "ahead is 2, on rank 0 1"),
+    ({"stage": 2}, {"gradient_memory": 9}, "gradient_memory is 9, on rank 0 0"),
+    ({"stage": 1}, {"units": 9}, "units is 9, on rank 0 'auto'"),
+    ({"stage": 3}, {"units": called}, "units is 'a function', on rank 0 'auto'"),
+    ({"mesh": rl.Mesh(pipe=2), "pipe": "1f1b"}, {"accumulate": 4}, "accumulate is 4, on rank 0 1"),
+    ({"mesh": rl.Mesh(tensor=2)}, {"accumulate": 4}, "accumulate is 4, on rank 0 1"),
+    ({"mesh": rl.Mesh(tensor=2)}, {"recompute": "full"}, "recompute is 'full', on rank 0 'none'"),
+    ({"mesh": rl.Mesh(tensor=2)}, {"tensor_plan": {"head": "column"}}, "tensor_plan is {'head': 'column'}, on rank 0 None"),
+    ({}, {"recompute": "1 MiB"}, "recompute is 'a number of bytes', on rank 0 'none, selective or full'"),
+    ({"mesh": rl.Mesh(context=2)}, {"context": "all_to_all"}, "context is 'all_to_all', on rank 0 'ring'"),
+], ids=str)
+def test_an_option_that_decides_which_collectives_run_is_an_error_on_all_ranks_where_one_has_another(common, rank_1, message):
+    """One rank waited for a message that no other one sent, or a backend ended the process."""
+    mesh, options = common.get("mesh", 2), {name: value for name, value in common.items() if name != "mesh"}
+    shape = rl.GPTConfig(vocab_size=16, width=16, layers=2, heads=2, kv_heads=2, ffn=16, seq_len=4)
+
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=f"rank 1 was given another way to train than rank 0: {message}; give all ranks the same"):
+            rl.prepare(rl.GPT(shape, seed=0), loss=language_model_loss, world=world, optimizer=adams, **options,
+                       **rank_1 if world.rank else {})
+
+    rl.simulate(mesh, body)
+
+
+def test_functions_that_say_what_is_a_unit_are_not_compared():
+    """Each process has its own."""
+    rl.simulate(2, lambda world: start(world, stage=3, units=lambda name, module: isinstance(module, nn.Linear)))
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_rates_are_compared_at_every_stage(stage):
     with pytest.raises(rl.ConfigError, match="rank 2 was given another optimizer than rank 0: lr of group 0 is 0.2, on rank 0 0.1"):

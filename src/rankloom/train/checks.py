@@ -23,9 +23,11 @@ from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.tensor.apply import expect_plan
 from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.parallel.zero import STAGES, expect_counts
+from rankloom.train.alike import expect_alike
 from rankloom.train.batch_size import LOGICAL_SHARDS
 from rankloom.train.blocks import blocks_of, classes_in
 from rankloom.train.engine import Loss, Settings
+from rankloom.train.pipe import without_functions
 from rankloom.train.recompute import parse_policy
 from rankloom.train.rules import conflicts
 from rankloom.train.split_model import ROW_AXES, is_split
@@ -143,9 +145,29 @@ def check_axes(model: nn.Module, world: World, context: str, tensor_plan: Mappin
 
 
 def check_blocks(model: nn.Module, world: World, stage: int, units: Policy, changes_blocks: bool, *, recompute: str | int) -> None:
-    """Check that the model has the blocks and sections that options name. Not where a split replaces modules first."""
+    """Check that the model has the blocks and sections that options name, unless a split replaces modules first."""
     parse_policy(recompute)
     if changes_blocks and not is_split(world):
         blocks_of(model, classes_in(units))
     if stage and not is_split(world):
         section_names(model, units)
+
+
+def check_alike(world: World, settings: Settings, stage: int, asked: Mapping[str, Any]) -> None:
+    """Check that all ranks were given the same options, as far as results or the order of collectives depend on them. A collective.
+
+    asked:  options that are not in `settings`, by name
+    raises: ConfigError, on all ranks
+    """
+    mine = {"stage": int(stage), "clip": settings.clip and float(settings.clip), "precision": settings.precision,
+            "deterministic": settings.logical_shards, **asked, "pipe": without_functions(asked["pipe"])}
+    del mine["offload"]   # a rank may have less memory than others
+    if not isinstance(asked["units"], str | int | type | tuple):
+        mine["units"] = "a function"
+    if asked["tensor_plan"] is not None:
+        mine["tensor_plan"] = dict(asked["tensor_plan"])
+    if stage > 1 or is_split(world):   # each micro-batch has collectives of its own
+        mine["accumulate"] = settings.accumulate
+    else:   # a plan by bytes is made in a collective; nothing else is one
+        mine["recompute"] = "a number of bytes" if parse_policy(asked["recompute"])[1] else "none, selective or full"
+    expect_alike(world, "way to train", mine)

@@ -37,6 +37,7 @@ from rankloom.train.alike import code_of, expect_alike
 from rankloom.train.blocks import classes_in
 from rankloom.train.budget import NONE
 from rankloom.train.checks import (
+    check_alike,
     check_axes,
     check_blocks,
     check_model,
@@ -53,7 +54,7 @@ from rankloom.train.fp8 import Float8Layers, linear_layers, to_float8
 from rankloom.train.make_placement import place_cut, place_whole
 from rankloom.train.measured_cut import cut_by_measure
 from rankloom.train.offload import offload_activations as offload_blocks
-from rankloom.train.pipe import Pipe, without_functions
+from rankloom.train.pipe import Pipe
 from rankloom.train.pipeline_stages import PipelineEngine, Turn, make_local
 from rankloom.train.precision import Precision, cast_floats, formats_of, full_parameters, precision_named
 from rankloom.train.recompute import Recompute
@@ -132,8 +133,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     blocks_only = {"units": AUTO} if changes_blocks and classes_in(units) else {}   # classes then say what is a block, at any stage
     check_options(world, settings, stage, {"pipe": pipe} | summing | cutting | blocks_only)
     check_blocks(model, world, stage, units, changes_blocks, recompute=recompute)
-    expect_alike(world, "way to train", {"stage": int(stage), "clip": clip and float(clip), "precision": settings.precision, "seed": seed,
-                                         "deterministic": settings.logical_shards, "pipe": without_functions(pipe), **summing})
+    check_alike(world, settings, stage, {"seed": seed, "pipe": pipe, "context": context, "tensor_plan": tensor_plan, "recompute": recompute,
+                                         **summing, **cutting})
     vars(model)["_prepared_by_rankloom"] = True   # up to here nothing has been changed
 
     if settings.logical_shards:
