@@ -79,24 +79,23 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
 def _write(world: World, folder: Path, parts: list[Part], facts: dict[str, Any]) -> None:
     """Write this rank's file, and as rank 0 the manifest. If that fails, no rank's file is left."""
     everyone = gather_object(world, announce(parts), label="what ranks hold")   # as JSON, so named tuples arrive as lists
-    announced, shares = [[AnnouncedPart(*fields) for fields in rank] for rank in everyone], list[list[int]]()   # empty but on rank 0
-    assign = (lambda: shares.extend(assign_writers(announced))) if world.rank == 0 else None
-    while_others_wait(world, assign, label="which rank writes what")
-    name = uuid.uuid4().hex[:12]
+    announced = [[AnnouncedPart(*fields) for fields in rank] for rank in everyone]   # empty but on rank 0
+    assign = partial(assign_writers, announced) if world.rank == 0 else None
+    shares, name = while_others_wait(world, assign, label="which rank writes what") or [], uuid.uuid4().hex[:12]
     token, share = scatter_object(world, [(name, share) for share in shares], label="what to write")
     own = [part for part in parts if not part.is_copy]
     mine = [own[number] for number in share]
-    path, written, manifest = folder / file_name(token, world.rank), list[SavedFile](), list[Manifest]()
+    path = folder / file_name(token, world.rank)
     try:
-        while_others_wait(world, (lambda: written.append(write_parts(path, mine))) if mine else None, label="write a checkpoint")
-        told = gather_object(world, [[[file.name, file.nbytes, file.sha256] for file in written], facts], label="files of a checkpoint")
-        make = (lambda: manifest.append(_manifest_of(announced, shares, told))) if world.rank == 0 else None
-        while_others_wait(world, make, label="make the manifest of a checkpoint")
+        file = while_others_wait(world, partial(write_parts, path, mine) if mine else None, label="write a checkpoint")
+        told = gather_object(world, [file and [file.name, file.nbytes, file.sha256], facts], label="files of a checkpoint")
+        make = partial(_manifest_of, announced, shares, told) if world.rank == 0 else None
+        manifest = while_others_wait(world, make, label="make the manifest of a checkpoint")
     except BaseException:   # it may have failed on another rank
         path.unlink(missing_ok=True)
         raise
     try:   # not in a thread, which would go on to replace the manifest when this rank has given up
-        problem = _problem(partial(commit, folder, manifest[0])) if world.rank == 0 else None
+        problem = _problem(partial(commit, folder, manifest)) if manifest else None   # rank 0 has it
         world.agree(problem, error=StorageError, label="commit a checkpoint")
     except StorageError:   # only this error: when a rank is lost now, the commit may already have happened
         path.unlink(missing_ok=True)
@@ -105,7 +104,7 @@ def _write(world: World, folder: Path, parts: list[Part], facts: dict[str, Any])
 
 def _manifest_of(announced: list[list[AnnouncedPart]], shares: list[list[int]], told: list[Any]) -> Manifest:
     """told: by each rank, its file, if it has written one, and its facts"""
-    files = [SavedFile(*file[0]) if file else None for file, _ in told]
+    files = [SavedFile(*file) if file else None for file, _ in told]
     return assemble(announced, shares, files, _joined([facts for _, facts in told]))
 
 
@@ -201,10 +200,10 @@ def _optimizer_parts(state: TrainingState) -> Iterator[Part]:
     seen = {key for _, key, value, _, owner in remembered if value.numel() == 1 != owner.numel()}
     numbers = set().union(*state.world.all_gather_object(sorted(seen), label="numbers per tensor in optimizer state"))
     for _, key, value, piece, owner in remembered:
-        yield from _parts_of(state, key, value, piece, lies_alike=_lies_alike(key, value, owner, numbers))
+        yield from _parts_of(state, key, value, piece, is_sharded=_is_sharded_as_parameter(key, value, owner, numbers))
 
 
-def _lies_alike(key: str, value: Tensor, owner: nn.Parameter, numbers: Container[str]) -> bool:
+def _is_sharded_as_parameter(key: str, value: Tensor, owner: nn.Parameter, numbers: Container[str]) -> bool:
     """Whether a value is sharded as its parameter is. The shape alone does not tell when this rank has one element of the parameter.
 
     numbers: keys under which a parameter of several elements has a single number
@@ -212,10 +211,10 @@ def _lies_alike(key: str, value: Tensor, owner: nn.Parameter, numbers: Container
     return value.shape == owner.shape and not (key in numbers and value.numel() == 1)
 
 
-def _parts_of(state: TrainingState, key: str, value: Tensor, piece: OwnedRun, *, lies_alike: bool) -> list[Part]:
-    """The parts of one optimizer value. lies_alike: sharded as the parameter is; otherwise equal on every rank that has it"""
+def _parts_of(state: TrainingState, key: str, value: Tensor, piece: OwnedRun, *, is_sharded: bool) -> list[Part]:
+    """The parts of one optimizer value. is_sharded: sharded as the parameter is; otherwise equal on every rank that has it"""
     saved = OPTIMIZER + _joint(key, piece.name)
-    return state.placement.parts_like(saved, piece, value) if lies_alike else [whole_part(saved, value)]
+    return state.placement.parts_like(saved, piece, value) if is_sharded else [whole_part(saved, value)]
 
 
 def _joint(key: str, name: str) -> str:
@@ -279,9 +278,9 @@ def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dic
 
 def _manifest_of_all(world: World, folder: Path) -> Manifest:
     """The manifest, read by every rank and found equal; each rank has checked some of the files against their hashes."""
-    found: list[tuple[str, Manifest]] = []
-    while_others_wait(world, lambda: found.append(read_manifest(folder)), label="read the manifest of a checkpoint")
-    (text, manifest), = found
+    read = while_others_wait(world, partial(read_manifest, folder), label="read the manifest of a checkpoint")
+    assert read is not None, "each rank reads it"
+    text, manifest = read
     digests = world.all_gather_object(hashlib.sha256(text.encode()).hexdigest(), label="which checkpoint")
     if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ModelMismatch(f"{folder}: holds another checkpoint on rank {other[0]} than on rank 0; give a folder that all hosts share")
@@ -324,7 +323,7 @@ def _like(ours: Any, saved: Any) -> Any:
 def _read_value(state: TrainingState, reader: Reader, key: str, value: Tensor, piece: OwnedRun, numbers: Container[str]) -> Tensor:
     """Read an optimizer value. value: its shape on this rank, on the meta device"""
     made = torch.zeros(value.shape, dtype=value.dtype, device="cpu")   # zeros: the padding of a vocabulary is not saved
-    lies_alike = _lies_alike(key, value, state.placement.owners[piece.name], numbers)
-    for part in _parts_of(state, key, made, piece, lies_alike=lies_alike):
+    is_sharded = _is_sharded_as_parameter(key, value, state.placement.owners[piece.name], numbers)
+    for part in _parts_of(state, key, made, piece, is_sharded=is_sharded):
         reader.fill(part)
     return made

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from rankloom.base.errors import StorageError
@@ -55,10 +56,9 @@ def open_run(config: Config, world: World) -> Path:
     """
     told = world.all_gather_object([restarts(), agent_mark()], label="restarts")   # torchrun counts restarts per node
     agents = sorted({mark for _, mark in told if mark})
-    made: list[str] = []
-    begin = lambda: made.append(str(_begin(config, world, agents, again=any(count for count, _ in told))))
-    while_others_wait(world, begin if world.rank == 0 else None, label="make the run folder")
-    return Path(world.all_gather_object(made, label="run folder")[0][0])
+    begin = partial(_begin, config, world, agents, again=any(count for count, _ in told)) if world.rank == 0 else None
+    made = while_others_wait(world, begin, label="make the run folder")
+    return Path(world.all_gather_object(made and str(made), label="run folder")[0])
 
 
 def _begin(config: Config, world: World, agents: list[str], *, again: bool) -> Path:
@@ -95,8 +95,7 @@ def open_corpus(config: Config, world: World, sink: Sink) -> Corpus:
             validation=data.validation, cache=data.cache, seed=config.run.seed, progress=report,
         )
 
-    while_others_wait(world, prepare_here if world.local_rank == 0 else None, label="tokenise")
-    corpus = prepare_here()
+    corpus = while_others_wait(world, prepare_here if world.local_rank == 0 else None, label="tokenise") or prepare_here()
     expect_alike(world, "data", {
         "tokens for training": len(corpus.train), "tokens for validation": len(corpus.validation),
         "hash of the text": corpus.split, "hash of the tokenizer": corpus.tokenizer and tokenizer_hash(corpus.tokenizer)},

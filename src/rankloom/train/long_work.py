@@ -6,6 +6,7 @@ only a lost rank ends the job.
 
 import threading
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,25 +15,28 @@ from rankloom.base.errors import RankLost
 from rankloom.world.connect import World
 
 SECONDS_BETWEEN_SIGNS = 0.05
+T = TypeVar("T")
 
 
 class _Worker(threading.Thread):
-    """Runs `work` and keeps what it raised."""
+    """Runs `work` and keeps what it returned or raised."""
 
     def __init__(self, work: Callable[[], object]):
         super().__init__(daemon=True, name="rankloom-work")
         self.work = work
+        self.result: Any = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            self.work()
+            self.result = self.work()
         except BaseException as error:   # raised in the thread that waits
             self.error = error
 
 
-def while_others_wait(world: World, work: Callable[[], object] | None, *, label: str) -> None:
-    """Run `work` in a thread; None on a rank without work. Returns on every rank when all work is done. A collective.
+def while_others_wait(world: World, work: Callable[[], T] | None, *, label: str) -> T | None:
+    """Run `work` in a thread; None on a rank without work. Returns on every rank when all work is done: what its own returned, or None.
+    A collective.
 
     raises: on a rank whose `work` raised: that error. On the others: a copy of it if it is a user's mistake (a ValueError of
             base/errors.py), else RankLost, which names the rank
@@ -53,6 +57,7 @@ def while_others_wait(world: World, work: Callable[[], object] | None, *, label:
         if said:
             name, text = said
             raise _retold(name, text, f"rank {world.rank}: {label}: rank {rank}, which did it, failed")
+    return worker.result if worker else None
 
 
 def _retold(name: str, text: str, where: str) -> Exception:
