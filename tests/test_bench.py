@@ -131,7 +131,7 @@ def test_ranks_are_started_in_order_and_one_alone_is_refused():
 
 @pytest.mark.parametrize("name", ["links.toml", "links", "links.json.txt", ""])
 def test_links_are_saved_under_a_name_that_their_reader_takes_for_json(name, tmp_path):
-    with pytest.raises(ConfigError, match=r"--save .*: links are written as JSON; give the file a name that ends in \.json"):
+    with pytest.raises(ConfigError, match=r"--save .*: expected a name that ends in \.json"):
         expect_places(STUDY, tmp_path / "out", tmp_path / name)
     assert not (tmp_path / "out").exists()
     expect_places(STUDY, tmp_path / "out", tmp_path / "links.json")

@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rankloom.base.errors import ConfigError, WrongResult
-from rankloom.base.events import Event, Notice, Timed
-from rankloom.base.files import make_folder
+from rankloom.base.events import Notice, Timed, ignore
+from rankloom.base.files import expect_file, make_folder
 from rankloom.base.quantities import show_bytes, show_seconds
+from rankloom.base.text import not_drawn
 from rankloom.base.topology import FASTEST, Link, Topology, parse_topology
 from rankloom.comm.bench import DTYPES, Study, run_study
 from rankloom.comm.bench_results import Findings, bandwidth, bus_bandwidth, find
@@ -66,10 +67,7 @@ def expect_places(study: Study, folder: Path, save: Path | None) -> None:
     if save and "all_reduce" not in study.collectives:
         raise ConfigError(f"--save {save}: the cost of links is fitted to all_reduce, "
                           f"which is not in --collective {','.join(study.collectives)}")
-    if save and save.suffix != ".json":
-        raise ConfigError(f"--save {save}: links are written as JSON; give the file a name that ends in .json")
-    if save and not save.absolute().parent.is_dir():
-        raise ConfigError(f"--save {save}: there is no folder {save.parent}")
+    expect_file("--save", save, ".json")
     make_folder(folder, "--out")
 
 
@@ -95,17 +93,13 @@ def join_launched(study: Study, topology: Path | None, backend: str) -> Measured
     """Run as one of the ranks that a launcher has started. Rank 0 draws the progress."""
     world = init(topology=topology, backend=backend)
     with BenchProgress(Console(), world.size) as progress:
-        sink = progress if world.rank == 0 else _ignore
+        sink = progress if world.rank == 0 else ignore
         carrier = "nccl or gloo" if world.device.type == "cuda" else world.backend
         sink(Notice(world.rank, f"{world.topology}, {world.device.type} tensors, backend {carrier}"))
         times = run_study(study, world, sink)
     world.barrier(label="bench: done")   # a rank that leaves early would disconnect a slower one
     world.close()
     return Measured(world.topology, carrier, times)
-
-
-def _ignore(event: Event) -> None:
-    """The sink of the ranks that do not draw."""
 
 
 def write_measured(measured: Measured, file: Path) -> None:
@@ -162,7 +156,7 @@ def draw_findings(found: Sequence[Findings], path: Path, title: str) -> str:
     try:
         from rankloom.watch.plots import plot_bench
     except ImportError:
-        return f"{path.name} was not drawn: it needs matplotlib (pip install matplotlib)"
+        return not_drawn(path.name)
     times = [timed for one in found for timed in one.times if not timed.wrong]
     if not times:
         return f"{path.name} was not drawn: there is no right result"

@@ -21,8 +21,9 @@ from cyclopts import App, Parameter
 
 from rankloom import __version__
 from rankloom.base.errors import ConfigError, RankFailed, RankloomError
+from rankloom.base.events import ignore
 from rankloom.base.files import make_folder
-from rankloom.base.text import printable, show_any_text, whole_number
+from rankloom.base.text import not_drawn, printable, show_any_text, whole_number
 from rankloom.watch.progress import Progress, Screen, is_closed
 from rankloom.world.leave import leave_at_once, leaving_on_signals
 
@@ -166,7 +167,7 @@ def _be_a_rank(config: "Config") -> None:
     world = init(config.mesh.as_mesh(), timeout=config.comm.timeout, topology=config.comm.topology, backend=config.comm.backend)
     try:
         with Progress(Screen(), config.train.steps) as progress:
-            summary = train_loop(config, world, progress if world.rank == 0 else _ignore)
+            summary = train_loop(config, world, progress if world.rank == 0 else ignore)
     except (KeyboardInterrupt, SystemExit) as stop:
         # A collective may be in flight that other ranks will never join. Closing the connection would wait for it.
         leave_at_once(128 + signal.SIGINT if isinstance(stop, KeyboardInterrupt) else int(stop.code or 0))
@@ -175,10 +176,6 @@ def _be_a_rank(config: "Config") -> None:
         _conclude(summary, config.train.steps)
     if summary.stopped_by:
         raise SystemExit(128 + summary.stopped_by)
-
-
-def _ignore(event: object) -> None:
-    """The sink of the ranks that do not draw."""
 
 
 def _conclude(summary: "Summary", steps: int) -> None:
@@ -193,7 +190,7 @@ def _draw_loss(run: Path) -> str:
     try:
         from rankloom.watch.plots import plot_loss
     except ImportError:
-        return "loss.png was not drawn: it needs matplotlib (pip install matplotlib)"
+        return not_drawn("loss.png")
     return f"saved {plot_loss(run)}"
 
 
@@ -277,7 +274,7 @@ def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
     try:
         from rankloom.watch.plots import plot_scaling
     except ImportError:
-        print("scale.png was not drawn: it needs matplotlib (pip install matplotlib)")
+        print(not_drawn("scale.png"))
         return
     print(f"saved {plot_scaling(rows, folder / 'scale.png', title)}")
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankloom.base.errors import ConfigError, MeshError
-from rankloom.base.files import replacing
+from rankloom.base.files import expect_file, replacing
 from rankloom.base.layout import Layout, Span
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import show_bytes_alike
@@ -83,10 +83,7 @@ class Drawn:
 
 def show_layout(words: Sequence[str], *, ranks: int | None, ranks_per_host: int | None, out: Path | None) -> Iterator[str | Table]:
     """The whole output of `rankloom layout`. raises: ConfigError"""
-    if out is not None and out.suffix not in (".svg", ".png"):
-        raise ConfigError(f"--out {out}: expected a name that ends in .svg or .png")
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    expect_file("--out", out, ".svg", ".png")
     config, shape = read(words, ranks)
     hosts = find_hosts(config, ranks_per_host)
     if (size := config.mesh.as_mesh().size) > MANY:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankloom.base.errors import ConfigError, did_you_mean
-from rankloom.base.files import saving
+from rankloom.base.files import expect_file, saving
 from rankloom.parallel.pipeline.actions import Schedule, parse_schedule
 from rankloom.parallel.pipeline.check import check
 from rankloom.parallel.pipeline.draw import TRACE_UNIT, WIDEST, as_svg, as_trace, grid, legend, say_squeezed, shortest
@@ -131,8 +131,9 @@ def _waits(timeline: Timeline) -> str:
 
 def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str]:
     """Write the files asked for, with a line for each. raises: StorageError"""
-    texts = {svg: lambda: as_svg(timeline, title), trace: lambda: json.dumps(as_trace(timeline)), save: lambda: f"{timeline.schedule}\n"}
-    for path, make in texts.items():
+    texts = ((svg, lambda: as_svg(timeline, title)), (trace, lambda: json.dumps(as_trace(timeline))),
+             (save, lambda: f"{timeline.schedule}\n"))
+    for path, make in texts:
         if path is None:
             continue
         with saving(path) as temporary:
@@ -143,7 +144,8 @@ def written(timeline: Timeline, title: str, svg: Path | None, trace: Path | None
 def show_schedule(name: str, *, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None, columns: int,
                   coloured: bool, svg: Path | None, trace: Path | None, save: Path | None) -> Iterator[str | Text | Table]:
     """The whole output of `rankloom schedule show`. columns: width of the terminal"""
-    _expect_files(svg, trace, save)
+    for flag, path, ending in (("--svg", svg, ".svg"), ("--trace", trace, ".json"), ("--save", save, ".txt")):
+        expect_file(flag, path, ending)   # three endings, so all names differ
     schedule = find_schedule(name, stages, microbatches, chunks, costs)
     of_stages = read_costs(costs, schedule.stages)
     timeline = simulate_schedule(schedule, of_stages)
@@ -158,15 +160,6 @@ def show_schedule(name: str, *, stages: int | None, microbatches: int | None, ch
     if not name.endswith(".txt"):   # a file is run as written
         yield from as_run(schedule, of_stages, draw)
     yield from written(timeline, title, svg, trace, save)
-
-
-def _expect_files(svg: Path | None, trace: Path | None, save: Path | None) -> None:
-    """Raise ConfigError for a folder that is not there, and for a name that ends as another kind of file: so all names differ."""
-    for flag, path, ending in (("--svg", svg, ".svg"), ("--trace", trace, ".json"), ("--save", save, ".txt")):
-        if path is not None and path.suffix != ending:
-            raise ConfigError(f"{flag} {path}: expected a name that ends in {ending}")
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}")
 
 
 def _read(path: Path) -> str:

@@ -95,3 +95,7 @@ class Progressed:
 
 Event = StepDone | Evaluated | Saved | Notice | Timed | Progressed
 Sink = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """The sink of ranks that show nothing."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rankloom.base.errors import StorageError
+from rankloom.base.errors import ConfigError, StorageError
 
 
 @contextmanager
@@ -45,6 +45,17 @@ def make_folder(folder: Path, flag: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise StorageError(f"{flag} {folder}: cannot be made or written ({error.strerror}); give another folder") from None
+
+
+def expect_file(flag: str, path: Path | None, *endings: str) -> None:
+    """Check a file that an option names, before the work whose result goes there: how its name ends, and its folder. None: not asked for.
+
+    raises: ConfigError
+    """
+    if path is not None and path.suffix not in endings:
+        raise ConfigError(f"{flag} {path}: expected a name that ends in {' or '.join(endings)}")
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}")
 
 
 def _link(file: Path, name: Path) -> bool:

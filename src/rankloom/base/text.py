@@ -29,6 +29,11 @@ def with_its_line(error: ValueError, text: str) -> str:
     return f"{error}: {printable(line[:LONG])}{' ...' * (len(line) > LONG)}" if line else str(error)
 
 
+def not_drawn(plot: str) -> str:
+    """The line in place of a plot where matplotlib is missing."""
+    return f"{plot} was not drawn: it needs matplotlib (pip install matplotlib)"
+
+
 def whole_number(kind: type, words: Sequence[Any]) -> int:
     """Parse a whole number from the command line, for cyclopts. `8.5` and `8.0` are refused. words: one token"""
     try:
