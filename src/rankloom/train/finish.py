@@ -4,10 +4,9 @@ The weights come first, so that a later error cannot lose them.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import Signals
-from typing import Any
 
 import torch
 
@@ -15,7 +14,6 @@ from rankloom.base.errors import DataError, NonFinite, StorageError
 from rankloom.base.events import Saved
 from rankloom.base.files import saving
 from rankloom.data.ngram import trigram_loss
-from rankloom.models.config import parameter_count
 from rankloom.train.engine import Engine
 from rankloom.train.job import Job, reporter
 from rankloom.train.long_work import while_others_wait
@@ -41,7 +39,7 @@ class Summary:
     training_seconds: float          # in steps, without evaluations
     training_loss: float | None      # of the last step
     validation_loss: float | None    # after the last step; None for a run that was stopped early
-    trigram_loss: float | None
+    trigram_loss: float | None       # known on rank 0 at the end
     stopped_by: int                  # the signal that ended the run early, or 0
 
 
@@ -52,8 +50,8 @@ def save_weights(job: Job, engine: Engine) -> None:
     while_others_wait(job.world, save, label="save the weights")
 
 
-def finish_run(job: Job, outcome: Mapping[str, Any], stop: StopSignal) -> Summary:
-    """After the weights: write the comparison, the samples and the summary. outcome: the fields of Summary known after the steps
+def finish_run(job: Job, summary: Summary, stop: StopSignal) -> Summary:
+    """After the weights: write the comparison, the samples and the summary. summary: what is known after the steps
 
     Only rank 0 writes, and only rank 0 knows the trigram model's loss. A run that a signal ended writes the summary only; a signal during
     this function skips what is left, but not the summary.
@@ -62,15 +60,14 @@ def finish_run(job: Job, outcome: Mapping[str, Any], stop: StopSignal) -> Summar
 
     def rest() -> None:
         nonlocal trigram
-        trigram = _compare(job, outcome["validation_loss"])
+        trigram = _compare(job, summary.validation_loss)
         _write_samples(job)
 
     try:
-        if job.world.rank == 0 and not outcome["stopped_by"]:
+        if job.world.rank == 0 and not summary.stopped_by:
             stop.run_unless_stopped(rest)
     finally:
-        facts = {**outcome, "trigram_loss": trigram, "stopped_by": outcome["stopped_by"] or stop.number}
-        summary = Summary(folder=str(job.run), parameters=parameter_count(job.shape), **facts)
+        summary = replace(summary, trigram_loss=trigram, stopped_by=summary.stopped_by or stop.number)
         if job.world.rank == 0:
             write_json(job.run / "summary.json", asdict(summary))
     return summary

@@ -14,7 +14,7 @@ import torch
 from rankloom.base.errors import ConfigError, StorageError
 from rankloom.base.events import Evaluated, Event, Sink
 from rankloom.data.loader import Batch, Loader, evaluation_batches
-from rankloom.models.config import GPTConfig
+from rankloom.models.config import GPTConfig, parameter_count
 from rankloom.models.gpt import GPT, initial_values
 from rankloom.models.loss import language_model_loss
 from rankloom.train.alike import expect_alike
@@ -97,13 +97,13 @@ class Stepper:
         if interval and self.engine.steps_done % interval:
             save_in_run(self.job, self.engine)
 
-    def outcome(self) -> dict[str, float | int | None]:
-        """What the summary says about the steps."""
-        return {
-            "steps": self.engine.steps_done, "steps_before": self.steps_before, "tokens": self.tokens, "training_seconds": self.seconds,
-            "training_loss": self.loss, "validation_loss": None if self.signal else self.validation,
-            "stopped_by": self.signal or self.stop.number,
-        }
+    def outcome(self) -> Summary:
+        """What the steps came to, before the comparison with the trigram model."""
+        return Summary(
+            folder=str(self.job.run), parameters=parameter_count(self.job.shape), steps=self.engine.steps_done,
+            steps_before=self.steps_before, tokens=self.tokens, training_seconds=self.seconds, training_loss=self.loss,
+            validation_loss=None if self.signal else self.validation, trigram_loss=None, stopped_by=self.signal or self.stop.number,
+        )
 
     def _steps(self, loader: Iterator[Batch]) -> None:
         """Run steps until the last one, a signal or a problem. All ranks stop after the same step."""
