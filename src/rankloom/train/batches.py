@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import BatchError
-from rankloom.base.shares import share
+from rankloom.base.shares import chunk_sizes, share
 from rankloom.world.group import Group
 
 
@@ -30,8 +30,8 @@ class MicroBatches(list[Any]):
 
 
 def as_given(batch: Any, accumulate: int, rank: int) -> Any:
-    """`MicroBatches` for an iterator, or for a list of `accumulate` batches of which none is a plain tensor; of one, that batch itself.
-    Anything else is a batch to cut, and stays as it is.
+    """The `MicroBatches` in an iterator, or in a list of `accumulate` batches none of which is a plain tensor; if there is one, that batch.
+    Anything else is a batch to cut, and is returned as it is.
 
     raises: BatchError when an iterator does not give `accumulate` micro-batches
     """
@@ -53,7 +53,7 @@ def _is_list_of_batches(batch: Any) -> bool:
 
 @contextmanager
 def step_with(batch: Any, accumulate: int, rank: int) -> Iterator[Any]:
-    """A context for a step, of the batch `as_given`. An error inside gets a note if a list was taken as one batch, and may be several."""
+    """A context for a step on the batch `as_given`. An error inside gets a note if a list was taken as one batch but may hold several."""
     given = as_given(batch, accumulate, rank)
     try:
         yield given
@@ -177,8 +177,8 @@ def cut_batch(batch: Any, pieces: int, rank: int) -> list[Any]:
         return [batch]
     rows = rows_of(batch, rank)
     expect_rows(rows, pieces, rank)
-    runs = [(int(run[0]), int(run[-1]) + 1) for run in torch.arange(rows, device="cpu").tensor_split(pieces)]
-    return [map_rows(partial(_rows, first=first, end=end), batch, rows) for first, end in runs]
+    runs = [share(at, pieces, rows) for at in range(pieces)]
+    return [map_rows(partial(_rows, first=run.start, end=run.stop), batch, rows) for run in runs]
 
 
 def cut_again(batch: Any, pieces: int, rank: int) -> list[Any]:
@@ -252,7 +252,7 @@ def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
 
 
 def _wanted_rows(rows: int, ranks: int, shards: int) -> list[int]:
-    sizes = [len(shard) for shard in torch.arange(rows, device="cpu").tensor_split(shards)]
+    sizes = chunk_sizes(rows, shards)
     return [sum(sizes[shard] for shard in share(rank, ranks, shards)) for rank in range(ranks)]
 
 

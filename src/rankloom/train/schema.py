@@ -316,7 +316,7 @@ class Config(ConfigSection):
             raise ValueError("[data] baseline is compared with the validation loss: not with [train] evaluate = false")
         self._expect_stage_and_shard_fit()
         self._expect_no_conflicts()
-        self._expect_experts_for(self.mesh.expert)
+        self._expect_experts_fit()
         of_bytes = self.data.tokenizer in (None, "bytes")
         self._expect_axes_fit(self.gpt(self.data.vocab_size or (BYTES_VOCAB if of_bytes else 1)))   # that of a .json is read later
         if self.mesh.is_known():
@@ -347,8 +347,8 @@ class Config(ConfigSection):
             section, value = asked[option]
             raise ValueError(f"[{section}] {option} = {json.dumps(value)} {reason}")
 
-    def _expect_experts_for(self, ranks: int) -> None:
-        moe = self.model.moe
+    def _expect_experts_fit(self) -> None:
+        moe, ranks = self.model.moe, self.mesh.expert
         if ranks > 1 and moe is None:
             raise ValueError(f"[mesh] expert {ranks} spreads experts over ranks, and without [model.moe] there are none: "
                              "give --model.moe.experts, or --mesh.expert 1")
