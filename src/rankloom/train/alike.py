@@ -1,5 +1,5 @@
-"""Compare, before the first step, what all ranks must have been given alike. A host with an older file, or a rate that depends on the
-rank, would not be an error later: training would only be wrong.
+"""Compare what all ranks must have been given alike, before the first step. Later, a host with an older file or a learning rate that
+depends on the rank would not raise an error: training would only be wrong.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ TENSORS = ("params", "param_names")   # keys of a param group that hold no numbe
 
 
 def expect_alike(group: Group, what: str, mine: Mapping[str, Any], advice: str = "") -> None:
-    """Raise ConfigError, on all ranks, unless all have equal values, by name.
+    """Raise ConfigError, on all ranks, unless every rank has the same values. mine: this rank's values, by name
 
-    advice: the end of the message
+    advice: appended to the message
     sent:   the values as text, once to every rank
     """
     everyone = group.all_gather_object({name: repr(value) for name, value in mine.items()}, label=f"the same {what}")
@@ -62,10 +62,10 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class Numbers:
-    """The numbers of an optimizer's groups (`numbers_of`, without texts) as one, for ranks to compare in each step.
+    """One hash of all numeric settings of the optimizer, so that ranks compare them in each step by a single integer.
 
-    Rates on a GPU are left out: to read them would wait for the device.
-    price: 3 us a group
+    Tensors on a GPU are left out: reading one would wait for the device.
+    price: 3 us per parameter group
     """
 
     def __init__(self) -> None:

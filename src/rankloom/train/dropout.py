@@ -49,8 +49,8 @@ class DropoutKey:
     def number_rows(self, pieces: Sequence[Any], group: Group, first: int | None = None) -> list[range]:
         """For each micro-batch of this rank: the numbers of its rows in the global batch, which concatenates the ranks' batches.
 
-        A micro-batch that cannot be cut by rows counts as one. So its masks depend on the micro-batches before it, and not on the ranks.
-        first: the number of this rank's first row. Left out, ranks gather their numbers of rows, if a module drops anything
+        A micro-batch that cannot be cut by rows counts as one row: its masks depend on how many come before it, not on the ranks.
+        first: the number of this rank's first row. Left out, ranks gather how many rows each has, if a module drops anything
         """
         held = [1 if (rows := rows_if_any(piece)) is None else rows for piece in pieces]
         if first is None and self.is_used and group.size > 1:
@@ -83,9 +83,10 @@ class DropoutKey:
         self.here = spans, length
 
     def next_seed(self, name: str) -> int:
-        """The seed of the next call of module `name`. If a checkpoint of the model's own calls it in backward: that of the call in forward.
+        """The seed of the next call of module `name`. When the model's own checkpoint runs the forward again in backward, it is the first
+        run's seed, so the mask repeats.
 
-        raises: ConfigError if it cannot be known which call that was
+        raises: ConfigError if the module was called several times in forward: which of its masks to repeat is then not known
         """
         if torch._C._current_graph_task_id() == -1 or self.is_replayed:
             call = self.calls[name] = self.calls.get(name, -1) + 1
@@ -99,9 +100,9 @@ class DropoutKey:
 
 
 class Keyed(_DropoutNd):
-    """In training, zero each element with probability `p`, and scale the others by 1/(1-p). inplace: in the input itself
+    """In training, zero each element with probability `p`, and scale the others by 1/(1-p). inplace: overwrite the input
 
-    part: (i, n): of the tokens that the key gives this rank (the last dim but one), this module sees part i of n
+    part: (i, n): this module sees part i of n of this rank's tokens (the last dim but one), as in sequence parallel
     dims: how many dims at the end are dropped together: the positions of a channel
     """
 

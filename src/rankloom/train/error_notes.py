@@ -1,4 +1,4 @@
-"""What stands beside an error of torch's that a loss function raised: what rankloom changed about the model, which may explain it."""
+"""Notes added to errors that torch raises inside a loss function: what rankloom changed in the model that may explain them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from rankloom.train.precision import Precision
 
 @contextmanager
 def buffers_named(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """A context: an error inside about dtypes gets a note that names buffers of another dtype than the compute dtype.
+    """A context: an error about dtypes raised inside gets a note that names the buffers that are not in the compute dtype.
 
-    Buffers are not cast, because statistics and tables of angles need their digits. But a result with a wide buffer in it is wide.
+    Buffers are not cast: running statistics and tables of angles need their precision. But what is computed from one is wide too.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def buffers_named(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def tokens_named(ranks: int) -> Iterator[None]:
-    """A context: with several context ranks, an error of torch's inside gets a note that says which tokens a model returns."""
+    """A context: with several context ranks, an error that torch raises inside gets a note that says which tokens the model returns."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

@@ -118,7 +118,8 @@ class InFloat8(nn.Module):
 
     def cast_flow(self, x: Tensor, dtype: torch.dtype, which: int) -> tuple[Float8, Float8]:
         """Cast the input (0) or gradient (1) [m, n], for products over n and over m; records its amax."""
-        among = self.among(1 if self.cut == 1 - which else None)   # the features of this dim are split over the ranks
+        # The input is split when the weight is cut along `in` (dim 1), the gradient when it is cut along `out` (dim 0).
+        among = self.among(1 if self.cut == 1 - which else None)
         if self.meters is None or not self.training:   # evaluation leaves no trace in the scales
             return cast_both_ways(x, dtype, self.recipe, among)
         largest = magnitude(x)
@@ -171,7 +172,7 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: InFloat8) -> Tensor:
-        """Keeps for backward: the input in 8 bits; the weight so too if the layer holds that, else itself: it may be gathered again."""
+        """Saves the input in 8 bits, and the weight: in 8 bits if the layer holds that, else as it is: it may be gathered again."""
         x_rows, x_columns = layer.cast_flow(x, layer.recipe.forward, 0)
         w_rows, w_columns = layer.held or layer.cast_weight(weight)
         ctx.layer, ctx.held, ctx.dtypes = layer, layer.held is not None, (x.dtype, weight.dtype)

@@ -57,7 +57,9 @@ def layer_pieces(model: nn.Module, inputs: Inputs | None = None, example: Any = 
 
 
 def _ranges(roles: "_Roles") -> list[range]:
-    """Piece by piece; a front or back without modules is one with the layer beside it."""
+    """The piece numbers of each piece. If nothing runs before the first layer (or after the last), that end is merged with its neighbour,
+    so that no piece is empty.
+    """
     layers = len(roles.layers)
     starts = [0, *range(1 if roles.front else 2, layers + 1), *([layers + 1] if roles.back else [])]
     return [range(start, stop) for start, stop in pairwise([*starts, layers + 2])]

@@ -42,9 +42,9 @@ class Precision:
     master:  of the slices or copies that the optimizer updates; None: as compute
     reduce:  in which gradients are summed over ranks (stages 1 to 3); None: as master
     output:  to which the model's outputs are cast before the loss; None: not cast
-    full:    patterns of names of modules (`*norm*`) that compute in the master dtype, with all modules inside them: in between
-             nothing is rounded to the compute dtype, in which they return. What is inside must be called by them: a part that others
-             call too gets, or gives, a dtype that torch refuses
+    full:    patterns of names of modules (`*norm*`) that compute in the master dtype, with all modules inside them; their outputs are
+             cast to the compute dtype. A module inside must be called only from there: another caller would give it, or get from it,
+             the wrong dtype
     scaled:  the loss is scaled, for a dtype with few exponents
     float8:  how linear layers multiply in 8 bits (fp8.py); None: they do not
     """
@@ -152,7 +152,7 @@ def cast_activations(model: nn.Module, precision: Precision) -> None:
 
 
 def _outermost(full: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
-    """Those that no other one calls. A module without a forward, as a list of modules is, calls none."""
+    """The modules that no other module in `full` calls. One without a forward, such as a ModuleList, calls none of its children."""
     called: set[str] = set()
     for name, module in full.items():
         if _parent(name) in called:

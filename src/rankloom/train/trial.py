@@ -1,4 +1,4 @@
-"""Calls on trial, of a model that is to be cut into its layers: what they show of it, whatever the values are.
+"""Trial calls that show how a model can be cut into its layers, without relying on the values computed.
 
 train/layers.py cuts it, and says what a piece is.
 """
@@ -23,7 +23,7 @@ ADVICE = "say where to cut with pipe=rl.Pipe(pieces=..., loss=...), functions of
 
 @contextmanager
 def zero_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, meta buffers are zeros on `device`: parameters of a model from the meta device are there already, without values."""
+    """A context in which meta buffers are zeros on `device`. Parameters from the meta device have stand-ins already (parallel/build.py)."""
     missing = [(module._buffers, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()
                if buffer is not None and buffer.is_meta]
     for buffers, key, buffer in missing:
@@ -45,7 +45,7 @@ def try_call(call: Callable[..., Any], value: Any, model: nn.Module, **options: 
 
 
 class Followed(TorchDispatchMode):
-    """A context that finds which tensors follow from some: by what was computed, whatever the values."""
+    """A context that finds which tensors were computed from the followed ones, whatever the values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Followed(TorchDispatchMode):
 
 
 def expect_same_between_layers(model: nn.Module, layers: Sequence[str], call: Callable[[], Any]) -> None:
-    """Raise ConfigError if the model, in training only, does something to what one of its layers gives to the next.
+    """Raise ConfigError if the model changes, in training mode only, what one of its layers passes to the next.
 
     Pieces are compared with the model in evaluation, where it draws no random numbers, so they would not show that. What the modules
     around the layers do is looked at; the layers and all others stay in evaluation. Call it in `evaluating(model)`, which gives all
@@ -88,7 +88,7 @@ def expect_same_between_layers(model: nn.Module, layers: Sequence[str], call: Ca
 
 
 def _handed_on(model: nn.Module, layers: Sequence[str], call: Callable[[], Any]) -> list[bool]:
-    """Of each layer but the last that is called: whether the next one is given its output, the same tensor with the same values."""
+    """For each layer called, except the last: whether the next one is given its output, the same tensor with unchanged values."""
     seen: list[Any] = []   # what the first came with, what it gave, what the second came with, ...
 
     def note(values: Any) -> None:

@@ -121,7 +121,7 @@ def draw_sheet(scene: Scene) -> Sheet:
 
 
 def colour_of(part: RankPart) -> str:
-    """That of its stage."""
+    """The colour of the rank's pipeline stage."""
     return COLOURS[part.coords["pipe"] % len(COLOURS)]
 
 

@@ -131,7 +131,7 @@ def _sizes_and_seconds(above: Axes, below: Axes, sizes: list[int]) -> None:
 
 
 class _Words(LogFormatter):
-    """The ticks that matplotlib would name on a logarithmic axis, in words of ours. (Within a decade it names some between the powers.)"""
+    """Labels the ticks that matplotlib would label on a logarithmic axis (also some between the powers of ten), with our text."""
 
     def __init__(self, words: Callable[[float], str]):
         super().__init__(minor_thresholds=(1, 0.4))

@@ -41,7 +41,7 @@ def measure(run: Path, ranks: int) -> MeasuredRun:
 
 
 def title_of(preset: str, rows: list[Row], *, weak: bool) -> str:
-    """What the table and the picture are of."""
+    """The title of the table and of the picture."""
     fewest = rows[0].ranks
     beside = "" if fewest == 1 else f", beside {fewest} ranks (efficiency 100% by definition)"
     return f"{preset}, {'weak' if weak else 'strong'} scaling{beside}"
