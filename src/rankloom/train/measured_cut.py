@@ -19,7 +19,8 @@ from rankloom.parallel.pipeline.search import stages_a_rank
 from rankloom.train.batches import map_tensors
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.pipe import ChosenPipe
-from rankloom.train.pipeline_stages import Turn, pieces_for
+from rankloom.train.pipeline_stages import pieces_for
+from rankloom.train.running_microbatch import RunningMicrobatch
 from rankloom.world.connect import World
 
 
@@ -39,13 +40,11 @@ def cut_by_measure(chosen: ChosenPipe, model: nn.Module, world: World) -> Chosen
 
 
 def _measure(chosen: ChosenPipe, example: tuple[Any, Any], model: nn.Module, world: World) -> list[MeasuredPiece]:
-    turn = Turn(DropoutKey(0), world.alone(), RING)
-    pieces = pieces_for(chosen, model, turn)
-    turn.begin(0, [range(1)])
-    own = turn.own(*map_tensors(lambda t: t.to(world.device), example))
-    called, _ = turn.unpacked(own[0])
-    turn.note(called)
-    turn.select_microbatch(0)
+    running = RunningMicrobatch(DropoutKey(0), world.alone(), RING)
+    pieces = pieces_for(chosen, model, running)
+    running.begin(0, [range(1)])
+    microbatch = running.take(*map_tensors(lambda t: t.to(world.device), example))
+    running.select_microbatch(0)
     devices = [world.device] if world.device.type == "cuda" else []
     with torch.random.fork_rng(devices), evaluating(model):
-        return measure_pieces(pieces, (called, own), chosen.loss(model), world)
+        return measure_pieces(pieces, microbatch, chosen.loss(model), world)

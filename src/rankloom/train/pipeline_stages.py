@@ -8,25 +8,22 @@ Read parallel/pipeline/build.py and runtime.py before this file.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.documents import document_cuts
 from rankloom.base.errors import BatchError, ConfigError, ModelMismatch, UnitError
 from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import evaluating
 from rankloom.base.tensors import as_bytes
 from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
-from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
 from rankloom.parallel.build import digest
-from rankloom.parallel.context import Context
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
@@ -42,86 +39,13 @@ from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import PLAIN_VALUES, Entry
 from rankloom.train.batches import cut_batch, map_tensors
-from rankloom.train.dropout import DropoutKey
 from rankloom.train.engine import Engine
 from rankloom.train.expert_books import StagedExpertBooks
 from rankloom.train.pipe import ChosenPipe, expect_counted_on_one_rank, refuse_masks_in_several_stages
-from rankloom.train.precision import UNMEASURED, cast_floats_in
+from rankloom.train.precision import UNMEASURED
+from rankloom.train.running_microbatch import RunningMicrobatch
 from rankloom.train.sharded import SplitPlacement
 from rankloom.world.group import Group
-
-
-class Turn:
-    """The micro-batch that is running on this rank, and which of its tokens this rank has.
-
-    context: the ranks that share the tokens of a row   kind: of context parallelism
-    scale:   factor of losses in backward
-    packs:   whether the pieces take a `part`, which may carry the documents that are packed into rows
-    """
-
-    def __init__(self, dropout: DropoutKey, context: Group, kind: str):
-        self.dropout, self.context, self.kind = dropout, context, kind
-        self.scale, self.packs = 1.0, False
-        self._parts: list[SequencePart] = []
-        self._inputs: list[Any] = []
-        self._now: SequencePart = WHOLE
-        self._called_with: Any = None
-        self._apart: Apart | None = None
-
-    def begin(self, step: int, rows: Sequence[range], scale: float = 1.0) -> None:
-        """Before the micro-batches of a step. rows: of the global batch, for each micro-batch"""
-        self.dropout.set_microbatches(step, rows)
-        self.scale = scale
-        self._parts.clear()
-        self._inputs.clear()
-
-    def own(self, given: Any, targets: Any) -> tuple[Any, Any]:
-        """This rank's tokens of the next micro-batch of the step. given: tokens, or for pieces that take a part (tokens, documents)"""
-        tokens, documents = self.unpacked(given)
-        if self._apart is not None:
-            some = self._apart.some(tokens.shape[1], tokens.device)
-            self._parts.append(some)
-            cut = partial(some.cut, length=tokens.shape[1])
-            return cut(tokens) if documents is None else (cut(tokens), cut(documents)), cut(targets)
-        if self.context.size == 1:
-            self._parts.append(WHOLE if documents is None else Packed(documents, tokens))
-            return given, targets
-        cuts = document_cuts(documents, tokens.shape[1], len(tokens))
-        part = Context(self.context, tokens.shape[1], self.kind, documents=cuts, device=tokens.device)
-        self._parts.append(part)
-        return part.own(tokens) if documents is None else (part.own(tokens), part.own(documents)), part.own(targets)
-
-    @contextmanager
-    def tokens_apart(self, apart: Apart) -> Iterator[None]:
-        """A context in which micro-batches are some of their tokens, each left to itself; see `called_apart` in parallel/context.py."""
-        self._apart = apart
-        try:
-            yield
-        finally:
-            self._apart = None
-
-    def unpacked(self, given: Any) -> tuple[Any, Any]:
-        """What the first piece is called with, and the documents that are packed into its rows, or None."""
-        return tuple(given) if self.packs and isinstance(given, tuple | list) else (given, None)   # type: ignore[return-value]
-
-    def note(self, inputs: Any) -> None:
-        """Note the inputs of the whole model for the next micro-batch."""
-        self._inputs.append(inputs)
-
-    def select_microbatch(self, microbatch: int) -> None:
-        """Before each forward and backward."""
-        self.dropout.select_microbatch(microbatch)
-        self._now, self._called_with = self._parts[microbatch], self._inputs[microbatch]
-        if isinstance(self._now, Context):
-            self.dropout.set_token_positions(self._now.spans[self.context.rank], self._now.length)
-
-    def part(self) -> SequencePart:
-        """The `part` of the running micro-batch, for the blocks."""
-        return self._now
-
-    def inputs(self) -> Any:
-        """The inputs of the whole model for the running micro-batch."""
-        return self._called_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +60,7 @@ class LocalStages:
 
     body: nn.Module
     pipeline: Pipeline
-    turn: Turn
+    running: RunningMicrobatch
     names: Mapping[str, torch.Size]
     state: tuple[str, ...]
     where: Mapping[str, tuple[int, ...]]
@@ -149,8 +73,8 @@ class LocalStages:
         return frozenset(name for name, ranks in self.where.items() if len(ranks) > 1)
 
 
-def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches: int, units: Policy, turn: Turn, *,
-               sparing: bool) -> LocalStages:
+def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches: int, units: Policy,
+               running: RunningMicrobatch, *, sparing: bool) -> LocalStages:
     """Cut `model` over the ranks of `group`. Afterwards the whole model is not needed.
 
     sparing: recompute is on: do not hold the factors of weight gradients while the input gradient is sent (`send_gradients_first`)
@@ -158,7 +82,7 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     """
     names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
     sections, experts = frozenset(section_names(model, units)), tuple(expert_layers(model))
-    pieces, count = pieces_for(chosen, model, turn), group.size * stages_a_rank(chosen.schedule, chosen.chunks)
+    pieces, count = pieces_for(chosen, model, running), group.size * stages_a_rank(chosen.schedule, chosen.chunks)
     schedule = named_schedule(chosen.schedule, count, microbatches, chosen.chunks)
     schedule = schedule if sparing else send_gradients_first(schedule)
     runs = [_under_first_names(run, model) for run in in_runs(pieces, chosen.cut(pieces, count))]
@@ -172,10 +96,10 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
             where.setdefault(name, set()).add(schedule.owner[number])
     mine = schedule.held_by(group.rank)
     pipeline = Pipeline({number: stages[number] for number in mine}, group, schedule, chosen.loss(model),
-                        hooks=Hooks(before=turn.select_microbatch, scale=lambda: turn.scale))
+                        hooks=Hooks(before=running.select_microbatch, scale=lambda: running.scale))
     body = Stage([piece for number in mine for piece in runs[number]])
     body.training = model.training   # the engine looks at it, as at any model's
-    return LocalStages(body, pipeline, turn, names, tuple(model.state_dict()),
+    return LocalStages(body, pipeline, running, names, tuple(model.state_dict()),
                        {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
 
 
@@ -191,18 +115,18 @@ def _expect_all_in_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None
                           f"modules that its function uses: ({{\"layers.3\": module}}, function){constant}")
 
 
-def pieces_for(chosen: ChosenPipe, model: nn.Module, turn: Turn) -> list[Piece]:
-    """The pieces of a model. What they ask of the running micro-batch they get from `turn`.
+def pieces_for(chosen: ChosenPipe, model: nn.Module, running: RunningMicrobatch) -> list[Piece]:
+    """The pieces of a model. What they ask of the running micro-batch they get from `running`.
 
     raises: ConfigError for pieces that know no `part`, where tokens are spread over context ranks
     """
-    offered: dict[str, Any] = {"part": turn.part, "inputs": turn.inputs}
+    offered: dict[str, Any] = {"part": running.part, "inputs": running.inputs}
     if chosen.example is not None:
-        offered["example"] = map_tensors(lambda t: t.to(turn.context.device), chosen.example[0])
+        offered["example"] = map_tensors(lambda t: t.to(running.context.device), chosen.example[0])
     asked = inspect.signature(chosen.pieces).parameters
-    turn.packs = "part" in asked
-    if turn.context.size > 1 and not turn.packs:
-        raise ConfigError(f"{turn.context.where('pipeline')}: these pieces of a {type(model).__name__} take no `part`, so their "
+    running.packs = "part" in asked
+    if running.context.size > 1 and not running.packs:
+        raise ConfigError(f"{running.context.where('pipeline')}: these pieces of a {type(model).__name__} take no `part`, so their "
                           "attention cannot see tokens on other ranks; see gpt_pieces in models/pieces.py, or use one context rank")
     return list(chosen.pieces(model, **{name: offered[name] for name in offered if name in asked}))
 
@@ -367,16 +291,16 @@ class PipelineEngine(Engine):
             with evaluating(self.model):
                 self._measure_scale(self._call_loss(pieces[0])[1])
         self.placement.sharding.make_ready()
-        self.placement.local.turn.begin(self.steps_done, self._dropout.number_rows(pieces, self.group), self.scale.value)
+        self.placement.local.running.begin(self.steps_done, self._dropout.number_rows(pieces, self.group), self.scale.value)
         return self._experts.split(self.pipeline.step([self._pair(piece) for piece in pieces]))
 
     def _tokens_apart(self, apart: Apart) -> AbstractContextManager[None]:
-        return self.placement.local.turn.tokens_apart(apart)
+        return self.placement.local.running.tokens_apart(apart)
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
         """The loss without gradients, for evaluation."""
         self.placement.sharding.make_ready()
-        self.placement.local.turn.begin(self.steps_done, [range(1)])
+        self.placement.local.running.begin(self.steps_done, [range(1)])
         totals = self._experts.split(self.pipeline.evaluate([self._pair(piece)]))
         return totals[0], totals
 
@@ -392,7 +316,5 @@ class PipelineEngine(Engine):
         if not (isinstance(piece, tuple | list) and len(piece) == 2):
             raise BatchError(f"rank {self.world_rank}: a pipeline takes batches of two parts, what the first stage is called with and what "
                              f"the loss compares with; this is a {type(piece).__name__}")
-        own = self.placement.local.turn.own(*piece)
-        called = cast_floats_in(self.placement.local.turn.unpacked(own[0])[0], self.settings.precision.compute)   # no hook of a model casts
-        self.placement.local.turn.note(called)
-        return called, own
+        given, targets = piece
+        return self.placement.local.running.take(given, targets, self.settings.precision.compute)

@@ -55,10 +55,11 @@ from rankloom.train.make_placement import place_cut, place_whole
 from rankloom.train.measured_cut import cut_by_measure
 from rankloom.train.offload import offload_activations as offload_blocks
 from rankloom.train.pipe import Pipe
-from rankloom.train.pipeline_stages import PipelineEngine, Turn, make_local
+from rankloom.train.pipeline_stages import PipelineEngine, make_local
 from rankloom.train.precision import Precision, cast_floats, formats_of, full_parameters, precision_named
 from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
+from rankloom.train.running_microbatch import RunningMicrobatch
 from rankloom.train.split_model import ROW_AXES, is_split, split_model
 from rankloom.world.connect import World
 from rankloom.world.group import Group
@@ -149,7 +150,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     key_dropout(model, dropout)
     settings = replace(settings, float8=float8, recompute=_change_blocks(model, world, units, recompute, offload_activations, compile))
     stages = None if chosen is None else make_local(model, chosen, world.group("pipe"), accumulate, units,
-                                                    Turn(dropout, world.group("context"), context), sparing=recompute != NONE)
+                                                    RunningMicrobatch(dropout, world.group("context"), context), sparing=recompute != NONE)
     if stage == 0 and split is None:
         placement, made = place_whole(model, world, settings, optimizer, fill, **summing)
     else:

@@ -43,6 +43,6 @@ def split_model(model: nn.Module, world: World, tensor_plan: Mapping[str, str] |
         expert_parallel(model, world.group("expert"))
     if sizes["context"] > 1 and sizes["pipe"] == 1:
         context_parallel(model, world.group("context"), context, tell=tell)
-    elif sizes["context"] > 1:   # stages are told their tokens by the engine (pipeline_stages.py)
+    elif sizes["context"] > 1:   # stages are told their tokens by the engine (running_microbatch.py)
         expect_no_dropout(model, world.group("context"), but=KEYED_DROPOUT)
     return ModelSplit.of(model, world.group("tensor"), world.group("expert"), world.group("context"))
