@@ -6,7 +6,7 @@
 Read train/placement.py before this file, and parallel/zero.py for the stages.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -62,21 +62,13 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
         _expect_uncut(whole, split)
     cast_activations(model, settings.precision)
     if stages is not None:
-        model, strategy = stages.body, replace(strategy, units=lambda name, module: name in stages.units)
-    if split is not None and split.experts:
-        experts = ExpertReplicas(split.experts, world.group(*_summed(strategy.stage, "expert")), world.group("shard", "expert"))
-        strategy = replace(strategy, experts=experts)
-    if split is not None and strategy.summing.is_compressed:
-        elsewhere = stages.shared if stages else frozenset[str]()
-        strategy = replace(strategy, copied=elsewhere | {name for name, _ in model.named_parameters() if split.is_repeated(name)})
+        model = stages.body
+    strategy = _fitted_to_mesh(strategy, model, world, split, stages)
     in_no_unit = lambda param: strategy.stage < 3 and not param.requires_grad
     values = None if fill is None else SharedValues(fill, stages.shared if stages else frozenset())
     if values is not None:
         give_memory(model, values, world.device, in_no_unit)
-    for name, param in model.named_parameters():
-        if in_no_unit(param):   # a unit would cast it
-            keep_until_read(param)
-            param.data = param.data.to(strategy.formats(name, param).compute)
+    _cast_outside_units(model, strategy, in_no_unit)
     sharding = shard(model, cut, replicas, strategy, whole=whole, lay_out_whole=lay_out_matrices,
                      canonical=bool(settings.logical_shards), fill=values)
     if values is not None:
@@ -85,6 +77,28 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
     placement.hand_over(stand_ins)
     return placement, optimizer
+
+
+def _fitted_to_mesh(strategy: ShardingStrategy, model: nn.Module, world: World, split: ModelSplit | None,
+                    stages: LocalStages | None) -> ShardingStrategy:
+    """The strategy, with the sections of stages, the ranks that sum gradients of experts, and the parameters that have copies."""
+    if stages is not None:
+        strategy = replace(strategy, units=lambda name, module: name in stages.units)
+    if split is not None and split.experts:
+        experts = ExpertReplicas(split.experts, world.group(*_summed(strategy.stage, "expert")), world.group("shard", "expert"))
+        strategy = replace(strategy, experts=experts)
+    if split is not None and strategy.summing.is_compressed:
+        elsewhere = stages.shared if stages else frozenset[str]()
+        strategy = replace(strategy, copied=elsewhere | {name for name, _ in model.named_parameters() if split.is_repeated(name)})
+    return strategy
+
+
+def _cast_outside_units(model: nn.Module, strategy: ShardingStrategy, in_no_unit: Callable[[nn.Parameter], bool]) -> None:
+    """Cast parameters that are in no unit, which would cast them, to the dtype in which the model computes with them."""
+    for name, param in model.named_parameters():
+        if in_no_unit(param):
+            keep_until_read(param)
+            param.data = param.data.to(strategy.formats(name, param).compute)
 
 
 def _expect_untouched(stand_ins: Mapping[str, nn.Parameter]) -> None:
