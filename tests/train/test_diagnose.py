@@ -1,4 +1,4 @@
-"""Where a NaN came from: the same sentence on every rank, and the right one."""
+"""What a step says is wrong: the same sentence on every rank, and the right one."""
 
 import copy
 import math
@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 import rankloom as rl
 from rankloom.train.batches import with_halves
-from rankloom.train.diagnose import FEW_STEPS, expect_sum, explain_non_finite
+from rankloom.train.diagnose import explain_non_finite
+from rankloom.train.first_steps import FEW_STEPS
+from rankloom.train.sum_check import expect_sum
 
 
 def explain(world: rl.World, *, bad_loss: dict | None = None, bad_gradients: dict | None = None) -> str:
@@ -550,3 +552,25 @@ def test_ranks_that_draw_the_same_noise_for_different_rows_are_told_once(apart):
 
 def test_simulated_ranks_share_a_generator_and_are_not_told():
     assert rl.simulate(2, partial(warnings_of_noise, apart=False)) == [[], []]
+
+
+# ---------------------------------------------------------------------- where warnings point
+
+def warnings_of_a_first_step(world: rl.World) -> list[tuple[str, str]]:
+    """The first words of each, and the file that it names, where all that can be told of is wrong."""
+    noisy = lambda model, x: (model(x + torch.randn_like(x)).square().sum(), len(x))
+    mean_of_one = lambda model, x: (model(x).square().mean() + model(x)[:, 0].abs().mean(), 1)
+    in_one_sample = lambda model, batch: (model(batch[0]).square().sum(), len(batch[0]))
+    rows = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for loss, batch in [(noisy, rows), (mean_of_one, rows + world.rank), (in_one_sample, (rows + world.rank, torch.ones(3)))]:
+            torch.manual_seed(0)
+            rl.prepare(nn.Linear(2, 2), loss=loss, optimizer=torch.optim.AdamW, world=world).step(batch)
+    return [(str(warning.message)[:30], warning.filename) for warning in caught if warning.category is UserWarning]
+
+
+def test_every_warning_of_a_first_step_names_the_line_that_called_it():
+    first, _ = rl.spawn(2, warnings_of_a_first_step)
+    assert first == [(words, __file__) for words in ("ranks [0, 1] brought the same ", "the loss or the model draws fr",
+                                                     "rank 0: the loss function retu", "the tensors of a batch are not")]

@@ -11,7 +11,7 @@ import rankloom as rl
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
-from rankloom.train.diagnose import expect_one_model
+from rankloom.train.first_steps import expect_one_model
 
 SHAPE = GPTConfig(vocab_size=37, seq_len=12, width=16, layers=2, heads=2, kv_heads=2, ffn=24)
 

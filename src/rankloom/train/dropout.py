@@ -4,7 +4,7 @@ torch's dropout draws from one generator per process, so its masks change with t
 that generator. Here there is nothing to restore. Each element is dropped or kept as in one process, on whatever rank and in whatever
 micro-batch its row is, and however the tokens of a row are split (context parallel, sequence parallel, or both). In a prepared model,
 `nn.Dropout` modules, and those that drop channels, are replaced by subclasses of theirs: code that looks for dropout finds it, and may
-set `p`. A functional `F.dropout` cannot be replaced. It stays as it is, or is refused when training is deterministic (diagnose.py).
+set `p`. A functional `F.dropout` cannot be replaced. It stays as it is, or is refused when training is deterministic (first_steps.py).
 """
 
 from collections.abc import Sequence

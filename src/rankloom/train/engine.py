@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from numbers import Real
@@ -35,29 +35,19 @@ from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.tokens_apart import Apart
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
 from rankloom.train.alike import Numbers, expect_alike, numbers_of
-from rankloom.train.batches import MicroBatches, cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches, step_with
+from rankloom.train.batches import cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches, step_with
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
-from rankloom.train.diagnose import (
-    FEW_STEPS,
-    alike_on_any_ranks,
-    compare_rows,
-    expect_one_model,
-    expect_sum_of_step,
-    explain_non_finite,
-    generator_now,
-    runs_compiled,
-    warn_of_equal_draws,
-)
+from rankloom.train.diagnose import explain_non_finite
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.error_notes import buffers_named, tokens_named
 from rankloom.train.expert_books import ExpertBooks
+from rankloom.train.first_steps import FirstSteps
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.memory_report import Held, explain_out_of_memory, held_by, peak_memory
 from rankloom.train.optimizer_step import apply_gradients
 from rankloom.train.placement import Placement, ReplicatedPlacement
 from rankloom.train.precision import UNMEASURED, LossScale, Precision
 from rankloom.train.recompute import Recompute
-from rankloom.train.split_model import SHARING_AXES
 from rankloom.train.state import TrainingState, gather_state, load_state
 from rankloom.world.connect import World
 from rankloom.world.group import Group
@@ -108,15 +98,15 @@ class Engine:
     group:  the ranks over which rows are distributed; along the other mesh axes, ranks bring the same rows
     """
 
-    def __init__(self, model: nn.Module, group: Group, settings: Settings, placement: Placement, optimizer: Optimizer, *,
+    def __init__(self, group: Group, settings: Settings, placement: Placement, optimizer: Optimizer, *,
                  tokens: Group, dropout: DropoutKey, sink: Sink | None):
-        self.model, self.group, self.settings, self.sink = model, group, settings, sink
-        self.steps_done = 0
-        self._is_first = True   # the first step after `prepare`, in a resumed run too
-        self.scale = UNMEASURED
+        self.group, self.settings, self.sink = group, settings, sink
+        self.steps_done, self.scale = 0, UNMEASURED
         self.placement, self.optimizer = placement, optimizer
-        self._dropout = dropout
-        self._replica_guard = ReplicaGuard(model, tokens)
+        self._dropout, self._numbers = dropout, Numbers()
+        self._replica_guard = ReplicaGuard(placement.model, tokens)
+        self._first_steps = FirstSteps(settings.world, group, tokens, placement, accumulate=settings.accumulate,
+                                       shards=settings.logical_shards)
         self._built = AsBuilt.of(optimizer, cut=not isinstance(placement, ReplicatedPlacement))
         if settings.schedule and not self._built.rates[0] and any(self._built.rates):
             raise ConfigError(f"the optimizer has a first group with lr=0 and others at {self._built.rates[1:]}: a schedule gives the rate "
@@ -143,15 +133,10 @@ class Engine:
         with (explain_out_of_memory(self.world_rank, self.group.device, self.held),
               step_with(batch, self.settings.accumulate, self.world_rank) as batch):
             batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
-            if self._is_first:
-                compare_rows(self.settings.world.group(*SHARING_AXES), self.group, batch)
-            if self.steps_done == 0:
-                self._expect_sum(*((batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.settings.accumulate)))
+            self._first_steps.before(self.steps_done, batch, lambda piece: self._call_loss(piece)[1][:2], self._tokens_apart)
             totals = self._run_in_canonical_order(batch) if self.settings.logical_shards else self._run_in_free_order(batch)
             exposed = self.placement.waited - waited
-            if self._is_first or self.steps_done < FEW_STEPS:
-                expect_one_model(self.settings.world, totals, self.placement.repeated_norms())
-                self._is_first = False
+            self._first_steps.after(self.steps_done, totals)
             loss, count, norm, finite = self._apply(totals, batch)
         self.steps_done += 1
         self._replica_guard.buffers.average_changed()
@@ -245,6 +230,11 @@ class Engine:
         self._replica_guard.buffers.forget_changes()   # loading is not a change that a step made
 
     @property
+    def model(self) -> nn.Module:
+        """The modules that this rank holds: the whole model, or some pipeline stages."""
+        return self.placement.model
+
+    @property
     def tokens(self) -> Group:
         """The ranks over which losses and counts are summed, and running statistics averaged."""
         return self._replica_guard.buffers.group
@@ -252,10 +242,6 @@ class Engine:
     @cached_property
     def _experts(self) -> ExpertBooks:
         return ExpertBooks(self.model, self.tokens)
-
-    @cached_property
-    def _numbers(self) -> Numbers:
-        return Numbers()
 
     @property
     def world_rank(self) -> int:
@@ -271,16 +257,12 @@ class Engine:
     def _run_in_free_order(self, batch: Any) -> Tensor:
         totals = torch.zeros(3 if self._experts else 2, dtype=torch.float64, device=self.group.device)
         pieces = cut_batch(batch, self.settings.accumulate, self.world_rank)
-        before = None if self.steps_done else generator_now(self.group.device)
         for at, (piece, rows) in enumerate(zip(pieces, self._dropout.number_rows(pieces, self.group))):
             is_last = at == len(pieces) - 1
             with self.placement.sync(is_last):
                 totals += self._forward_backward(piece, rows, before=totals if is_last else None)
-        drew = before and generator_now(self.group.device) != before
-        totals = self._finish(totals)
-        if before:   # once no other collective is in flight
-            warn_of_equal_draws(self.group, before if drew else None)
-        return totals
+        self._first_steps.drew(self.steps_done)
+        return self._finish(totals)
 
     def _run_in_canonical_order(self, batch: Any) -> Tensor:
         mine, first, shards = deal_shards(batch, self.group, self.settings.logical_shards)
@@ -301,12 +283,6 @@ class Engine:
             expect_alike(self.tokens, "optimizer in this step", numbers_of(self.optimizer), advice=SAME_RATES)
         return summed
 
-    def _expect_sum(self, batch: Any, pieces: int) -> None:
-        """Before the first step: see `expect_sum_of_step`."""
-        expect_sum_of_step(lambda piece: self._call_loss(piece)[1][:2], self.model, batch, world=self.settings.world, group=self.group,
-                           tokens=self.tokens, pieces=pieces, shards=self.settings.logical_shards, apart=self._tokens_apart)
-        self.placement.abandon()   # no backward follows those forwards
-
     def _tokens_apart(self, apart: Apart) -> AbstractContextManager[None]:
         """With context ranks: a context in which the loss gets values of some tokens, each left to itself; see `called_apart`."""
         return called_apart(apart, self.model)
@@ -317,9 +293,7 @@ class Engine:
         before: for the last micro-batch of a step, the totals of the earlier ones
         """
         self._dropout.set_rows(self.steps_done, rows)
-        # check the second step too: with the initial weights, a buffer may already hold what this forward would write
-        looked_at = self.settings.logical_shards and self.steps_done < 2 and not runs_compiled(self.model)
-        with alike_on_any_ranks(self.model, self.world_rank) if looked_at else nullcontext():
+        with self._first_steps.forward(self.steps_done):
             loss, totals = self._call_loss(piece)
         if not loss.requires_grad:
             raise LossError(f"rank {self.world_rank}: the sum that the loss function returned has no gradient; was it detached, or made "

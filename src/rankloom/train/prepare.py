@@ -158,7 +158,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                                     float8=float8.readers(model), summing=Summing(all_reduce, compress, compress_after))
         placement, made = place_cut(model, world, settings, optimizer, strategy, fill=fill, split=split, stages=stages)
     kind = Engine if stages is None else PipelineEngine
-    return kind(placement.model, world.group(*ROW_AXES), settings, placement, made,
+    return kind(world.group(*ROW_AXES), settings, placement, made,
                 tokens=world.group(*TOKEN_AXES), dropout=dropout, sink=sink)
 
 

@@ -1,6 +1,6 @@
 """A forward that belongs to no step: what it changes in the model is put back.
 
-Before the first step the loss is called to see whether it is a sum (train/diagnose.py). Running statistics, a hidden state that a module
+Before the first step the loss is called to see whether it is a sum (train/sum_check.py). Running statistics, a hidden state that a module
 keeps from step to step, or a queue of features must not see that.
 """
 

@@ -1,0 +1,171 @@
+"""Before the first step: does the loss function return a sum, as it must, or a mean?
+
+A loss that returns a mean, with a count, is a mistake that no type shows: training goes on with gradients that are too small by the
+factor count. So the loss of some rows is compared with the losses of their two halves.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankloom.base.errors import LossError
+from rankloom.base.modes import evaluating, runs_together
+from rankloom.parallel.tokens_apart import ALL, EVEN, ODD, Apart
+from rankloom.train.batches import expect_rows, rows_if_any, rows_of, with_halves
+from rankloom.train.compiled import is_compiled
+from rankloom.train.put_back import state_put_back
+from rankloom.train.split_model import SHARING_AXES
+from rankloom.world.connect import World
+from rankloom.world.group import Group
+
+TokensApart = Callable[[Apart], AbstractContextManager[None]]
+EQUAL_IF_WITHIN = 1e-5   # of a loss: nondeterministic kernels make ranks differ by less when they compute the same
+MEAN_IF_WITHIN = 0.05   # of the whole: a mean over unpadded items weighs the halves by counts that are not known here
+SAME_IF_WITHIN = 1e-2   # of a loss: 16-bit rounding and nondeterministic kernels make two runs differ by less
+
+
+def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, *, world: World, group: Group, tokens: Group,
+                       pieces: int, shards: int, apart: TokensApart) -> None:
+    """Before the first step, on about one micro-batch: raise when the loss seems to return a mean, or a rank has too few rows; with
+    context ranks also when it is no sum over tokens.
+
+    group:  the ranks over which rows are distributed   tokens: those over which losses are summed
+    pieces: number of micro-batches                     shards: logical shards, over which rows are redistributed; 0: none
+    apart:  see `expect_sum_over_tokens`
+    A collective of the world: all ranks run the same number of forwards, as a forward may be a collective. None if a rank's micro-batch
+    cannot be cut by rows (a graph, packed tokens), nor thus in halves: then rank 0 warns.
+    """
+    rows = rows_of(batch, world.rank) if shards or pieces > 1 else rows_if_any(batch)
+    mine = torch.tensor([(-1 if rows is None else rows) * group.size + group.rank], device=group.device)
+    held, rank = divmod(int(tokens.all_reduce(mine, "min", label="rows")), group.size)
+    if not shards and held >= 0:
+        expect_rows(held, pieces, group.ranks[rank])
+    if held < 0 and world.rank == 0:
+        warnings.warn("the tensors of a batch are not equally long along dim 0, so it is one sample (a graph, packed tokens). Its "
+                      "loss is not tried in halves: make sure that it is a sum, and that it counts what it sums. Where samples are rows, "
+                      "give every tensor one row per sample", stacklevel=4)   # of `engine.step`
+    if held < 1:   # on some rank
+        return
+    parts = with_halves(batch, min(held, max(2, held // (shards or pieces))), world.rank)
+    on_any = lambda here: bool(world.all_reduce(torch.tensor([here], dtype=torch.uint8, device=group.device), "max",
+                                                label="does the loss seem a mean"))
+    devices = [group.device] if group.device.type == "cuda" else []
+    with torch.random.fork_rng(devices, enabled=world.size == 1):   # on several ranks draws are not those of one process in any case
+        expect_sum(totals_of, model, parts, world.rank, on_any, together=runs_together(model) or world.group(*SHARING_AXES).size > 1)
+    if world.mesh.context > 1:
+        expect_sum_over_tokens(totals_of, model, parts[0], world, apart, on_any)
+
+
+def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequence[Any], rank: int, on_any: Callable[[bool], bool],
+               together: bool = False) -> None:
+    """Raise when the loss function seems to return a mean with the count of a sum.
+
+    A loss that changes when it is computed again draws random numbers, and is not judged. Nor is one that raises an error, because a
+    model may return other things in training. The loss is called without dropout, with gradients enabled, and equally often on
+    every rank; what it changes in the model is put back (train/put_back.py), and on one rank torch's own generator. (What else a loss
+    changes, such as another model's running statistics, it changes a few times before the first step.) A compiled model is not checked:
+    it would be compiled again for the halves.
+    parts:    rows, and their two halves
+    on_any:   whether a condition holds on any rank
+    together: ranks wait for each other in a forward
+    raises:   LossError
+    """
+    if runs_compiled(model):
+        return
+    with evaluating(model), state_put_back(model):
+        (whole, count), *halves = [_tried(totals_of, part, model, rank, together) for part in parts]
+        rows = rows_of(parts[0], rank)
+        if _is_mean_of_one(whole, count, halves, rows):
+            warnings.warn(f"rank {rank}: the loss function returns a mean and counts {count:g}, however many rows it gets ({rows} rows "
+                          f"give {whole:g}, their halves {halves[0][0]:g} and {halves[1][0]:g}): micro-batches of other lengths "
+                          "weigh as much as this one. Return the sum, and how many items that were", stacklevel=5)   # of `engine.step`
+        suspect = _seems_mean(whole, count, halves, rows)
+        if not on_any(suspect):
+            return
+        again, _ = _tried(totals_of, parts[0], model, rank, together)
+    if suspect and abs(again - whole) <= SAME_IF_WITHIN * abs(whole):
+        raise LossError(f"rank {rank}: the loss function counts {count:g} items, but seems to return their mean, not their sum: "
+                        f"a batch of {rows} rows gives {whole:g}, its two halves {halves[0][0]:g} and {halves[1][0]:g}. Return the sum, "
+                        "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
+
+
+def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, world: World, apart: TokensApart,
+                           on_any: Callable[[bool], bool]) -> None:
+    """With context ranks: raise when the loss of a row is not the sum, nor its count, of what its tokens add.
+
+    Each rank computes the loss of its own tokens. So a few tokens go through the model with an attention that leaves each to itself: first
+    all, then those with even positions, then the others, whose losses and counts must add up. A loss that draws random numbers or raises
+    an error is not judged; of a model that looks at whole rows (routers of experts), only the counts are.
+    apart:  apart(some tokens) is a context in which the model returns values of these only, as it does of a rank's own in training
+    raises: LossError, on all ranks. A collective of the world, as `on_any`
+    """
+    if runs_compiled(model):
+        return
+    found, tried = [], [Apart(which) for which in (ALL, ALL, EVEN, ODD)]
+    with evaluating(model), state_put_back(model):
+        for some in tried:
+            with torch.no_grad(), apart(some):   # as nothing is kept, the budget of a recompute sees none of it
+                found.append(_tried(totals_of, batch, model, world.rank, together=True)[:2])
+    (total, count), (again, _), *halves = found
+    parts, counts = zip(*halves)
+    is_judged = math.isfinite(total + sum(parts)) and abs(again - total) <= EQUAL_IF_WITHIN * abs(total)
+    adds_up = on_any(any(some.shows_rows for some in tried)) or abs(sum(parts) - total) <= MEAN_IF_WITHIN * abs(total)
+    wrong = is_judged and not (adds_up and abs(sum(counts) - count) <= SAME_IF_WITHIN * count)   # counts may be weights
+    group, said = world.group("context"), " and ".join(f"{part:g} and {some:g}" for part, some in halves)
+    group.agree(f"rank {world.rank}: with {group.size} context ranks each computes the loss of its own tokens, but this is no sum over "
+                f"tokens: of a few tokens it gives {total:g} and counts {count:g}, of their halves {said}. Sum over tokens, and count "
+                "those that it got values of, as `model(tokens, targets=targets)` does; or use one context rank" if wrong else None,
+                error=LossError, label="a sum over tokens")
+
+
+def _seems_mean(whole: float, count: float, halves: Sequence[Sequence[float]], rows: int) -> bool:
+    """For a sum, the two halves add up to the whole. For a mean, the whole is the mean of the halves, weighted by items or by rows.
+
+    (Halves that add up to twice the whole are no proof: a model may take another branch for a half.) When one half has hardly any
+    items, a sum and a mean look alike, and the loss passes.
+    """
+    (one, some), (other, rest) = halves
+    if not (some + rest == count > 1 and whole) or abs(one + other - whole) <= SAME_IF_WITHIN * abs(whole):
+        return False
+    return any(abs((first * one + second * other) / ((first + second) * whole) - 1.0) < MEAN_IF_WITHIN
+               for first, second in ((some, rest), (rows - rows // 2, rows // 2)))
+
+
+def _is_mean_of_one(whole: float, count: float, halves: Sequence[Sequence[float]], rows: int) -> bool:
+    """For a mean with a constant count, the whole is the mean of the halves, which differ unless it looks at no rows."""
+    (one, some), (other, rest) = halves
+    mean = (one * (rows - rows // 2) + other * (rows // 2)) / rows
+    near = SAME_IF_WITHIN * abs(whole)
+    return some == rest == count > 0 and abs(mean - whole) <= near / 10 and abs(one - other) > near
+
+
+def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank: int, together: bool) -> list[float]:
+    """[sum, count], or two NaN when the loss raised an error: the step will show whether it does so in training too.
+
+    The error is passed on when ranks wait for each other in a forward and this rank did not finish its own.
+    """
+    begun, ended = list[int](), list[int]()
+    hooks = [model.register_forward_pre_hook(lambda *_: begun.append(1), prepend=True),
+             model.register_forward_hook(lambda *_: ended.append(1))]
+    try:
+        totals: list[float] = totals_of(part).tolist()
+        return totals
+    except Exception as error:
+        if together and not len(begun) == len(ended) > 0:
+            error.add_note(f"rank {rank}: the loss was tried in evaluation mode when this was raised, before the first step, to see "
+                           "whether it is a sum; ranks share a forward here, so each must get through it in that mode too")
+            raise
+        return [math.nan, math.nan]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def runs_compiled(model: nn.Module) -> bool:
+    """Whether any part of the model is compiled by torch.compile."""
+    return is_compiled(model) or any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
