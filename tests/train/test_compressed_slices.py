@@ -147,7 +147,7 @@ def remembered(summing: Summing) -> int:
 def test_what_compression_remembers_is_told_with_the_gradients_that_a_rank_holds(compress, mesh, stage):
     def body(world):
         exact, lossy = (trained(world, stage, 1, compress=name) for name in ("none", compress))
-        summing = lossy.placement._summing if stage or mesh.tensor > 1 else lossy.placement._reducer.summing
+        summing = lossy.placement.summing
         return lossy.held().gradients - exact.held().gradients, remembered(summing)
 
     for told, found in rl.simulate(mesh, body):

@@ -332,7 +332,7 @@ class Engine:
         """Returns loss, count, gradient norm, and whether the parameters were updated."""
         norm_of_sums = self.placement.norm(totals)
         total, count, norm, finite = apply_gradients(self.optimizer, self.placement.flat_gradients(), norm_of_sums, totals[:2],
-                                                     scale=self.scale.value * self.placement.factor, clip=self.settings.clip)
+                                                     scale=self.scale.value * self.placement.summing.factor, clip=self.settings.clip)
         self.settings.float8.end_step(self.tokens, finite=finite)
         if not 0 < count < math.inf:   # nor NaN
             raise LossError(f"rank {self.world_rank}: the loss counted {count:g} items over all ranks; "
@@ -344,7 +344,7 @@ class Engine:
             seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"
             seen += f", after {self.scale.overflows} overflows in a row" if self.scale.is_hopeless else ""
             found = explain_non_finite(self.settings.world, lambda: self._run_alone(batch), self.placement.local_gradients, seen,
-                                       compress=self.placement.compress)
+                                       compress=self.placement.summing.compress)
             self._replica_guard.buffers.average_changed()
             raise found
         if finite:

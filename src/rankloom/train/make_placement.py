@@ -8,6 +8,7 @@ Read train/placement.py before this file, and parallel/zero.py for the stages.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import is_hooked
 from rankloom.base.tensors import keep_until_read
 from rankloom.parallel.build import FirstValues, SharedValues, give_memory
+from rankloom.parallel.data import embeddings
 from rankloom.parallel.expert import TOKEN_AXES, ExpertReplicas
+from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.model_split import ModelSplit
+from rankloom.parallel.same_bits import CanonicalReducer
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.zero import ShardingStrategy, shard
 from rankloom.shard.matrices import lay_out_matrices
@@ -26,7 +30,7 @@ from rankloom.shard.optimizer import Build, Optimizer, give_owners, make_optimiz
 from rankloom.train.alike import expect_alike, numbers_of
 from rankloom.train.engine import Settings
 from rankloom.train.pipeline_stages import LocalStages, PipelinePlacement
-from rankloom.train.placement import Placement, ReplicatedPlacement
+from rankloom.train.placement import CanonicalReplicatedPlacement, Placement, ReplicatedPlacement
 from rankloom.train.precision import cast_activations
 from rankloom.train.sharded import CanonicalShardedPlacement, ShardedPlacement, SplitPlacement
 from rankloom.train.split_model import PART_AXES, ROW_AXES
@@ -36,11 +40,15 @@ from rankloom.world.group import Group
 
 def place_whole(model: nn.Module, world: World, settings: Settings, build: Build, fill: FirstValues | None,
                 **summing: Any) -> tuple[Placement, Optimizer]:
-    """Replicate the model. fill: gives values to a model on the meta device; summing: options of `ReplicatedPlacement`"""
+    """Replicate the model. fill: gives values to a model on the meta device; summing: options of `GradientReducer`"""
     if fill is not None:
         give_memory(model, fill, world.device, lambda param: True)
         world.agree(fill.make.problem, label="initial values")
-    placement = ReplicatedPlacement(model, world, settings.precision, logical_shards=settings.logical_shards, **summing)
+    placement: ReplicatedPlacement
+    if shards := settings.logical_shards:
+        placement = CanonicalReplicatedPlacement(model, world, settings.precision, partial(CanonicalReducer, shards=shards))
+    else:
+        placement = ReplicatedPlacement(model, world, settings.precision, partial(GradientReducer, by_rows=embeddings(model), **summing))
     return placement, _made_alike(build, placement.owners, world)
 
 

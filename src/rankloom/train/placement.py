@@ -2,23 +2,25 @@
 
 The engine runs the same step over both:
 
-    stage 0      ReplicatedPlacement   master weights and buckets; parallel/gradients.py, or deterministic, parallel/same_bits.py
+    stage 0      ReplicatedPlacement   master weights and buckets; parallel/gradients.py
     stages 1-3   ShardedPlacement      units and their slices; train/sharded.py
 
-`owners` are the tensors that the optimizer updates: parameters, their fp32 masters, or slices of either.
+Each has a twin, Canonical..., for deterministic training (parallel/same_bits.py). `owners` are the tensors that the optimizer updates:
+parameters, their fp32 masters, or slices of either.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ModelMismatch
 from rankloom.checkpoint.manifest import Part
-from rankloom.parallel.data import embeddings
+from rankloom.comm.compress import Summing
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.guards import watch_optimizers
 from rankloom.parallel.same_bits import CanonicalReducer
@@ -31,39 +33,48 @@ from rankloom.train.precision import MasterWeights, Precision
 from rankloom.world.group import Group
 
 
-class Placement(Protocol):
-    """What the engine calls, in the order of a step."""
+class Placement(ABC):
+    """What the engine calls, in the order of a step.
+
+    model:   the modules that this rank holds: the whole model, or some pipeline stages
+    owners:  plain name of a parameter -> the tensor that the optimizer updates
+    summing: how gradients are summed over the ranks
+    """
+
+    model: nn.Module
+    owners: Mapping[str, nn.Parameter]
+    summing: Summing
 
     @property
-    def model(self) -> nn.Module:
-        """The modules that this rank holds: the whole model, or some pipeline stages."""
-
-    @property
-    def owners(self) -> Mapping[str, nn.Parameter]:
-        """Plain name of a parameter -> the tensor that the optimizer updates."""
-
-    @property
+    @abstractmethod
     def waited(self) -> float:
         """Seconds spent waiting for communication so far."""
 
+    @abstractmethod
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of a forward-only pass; ranks may bring different numbers of them."""
 
+    @abstractmethod
     def abandon(self) -> None:
         """Clear all gradients, and what a failed step left behind. Raises UnitError when the model's values differ from its masters."""
 
+    @abstractmethod
     def sync(self, on: bool) -> AbstractContextManager[None]:
         """A context around forward and backward. on: this is the last micro-batch of the step."""
 
+    @abstractmethod
     def without_reduction(self) -> AbstractContextManager[None]:
         """A context: a backward inside makes gradients of this rank alone."""
 
     def begin_shards(self, shards: int) -> None:
         """Deterministic: begin a step with this many logical shards."""
+        raise AssertionError("logical shards need canonical gradients")
 
     def add_shard(self, index: int, totals: Tensor) -> None:
         """Deterministic: fold in the gradients and totals of one logical shard."""
+        raise AssertionError("logical shards need canonical gradients")
 
+    @abstractmethod
     def begin_last_backward(self, items: Tensor, scale: float) -> None:
         """Called between the last forward of a step and its backward.
 
@@ -71,81 +82,92 @@ class Placement(Protocol):
         scale: the factor that the losses are multiplied by
         """
 
+    @abstractmethod
     def run_backward(self, loss: Tensor) -> None:
         """Inside `sync` or `without_reduction`, after the forward."""
 
+    @abstractmethod
     def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Finish the sums of all gradients over the ranks. Returns the summed totals, and whether all ranks have the same mark."""
 
-    @property
-    def factor(self) -> float:
-        """The factor that gradients were multiplied by before the sum. The loss scale is not in it."""
-
-    @property
-    def compress(self) -> str:
-        """The compression of gradients: a name of comm/compress.py."""
-
+    @abstractmethod
     def norm(self, totals: Tensor) -> Tensor:
         """The 2-norm of the summed gradients, each element once, fp64. NaN on all ranks if the [loss sum, count] of one is not finite."""
 
     def repeated_norms(self) -> dict[str, float]:
         """Name -> 2-norm of the summed gradient, for parameters that every tensor rank holds whole. A collective."""
+        return {}   # where no layer is split
 
+    @abstractmethod
     def flat_gradients(self) -> list[Tensor]:
         """The gradients that this rank's optimizer reads, in few tensors."""
 
+    @abstractmethod
     def local_gradients(self) -> dict[str, Tensor]:
         """Name -> gradient of this rank alone, after a backward without reduction."""
 
+    @abstractmethod
     def publish(self) -> None:
         """After the optimizer's step: update the parameters that the model computes with."""
 
+    @abstractmethod
     def expect_own_values(self) -> None:
         """Before values are saved or scored. A collective. raises: UnitError when the model's differ from those that are trained"""
 
+    @abstractmethod
     def values(self, rank: int | None) -> dict[str, Tensor]:
         """The whole model, as `Engine.full_state_dict` gives it: to one rank of the world, or to all. A collective."""
 
+    @abstractmethod
     def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
         """The optimizer's whole state, to one rank of the world, or to all. A collective."""
 
+    @abstractmethod
     def load(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of `values`; raises ModelMismatch."""
 
+    @abstractmethod
     def parts(self) -> list[Part]:
         """This rank's parts of each tensor of the model's state dict, in the master dtype, without extra state."""
 
     def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
         """The same for a tensor `name` that is sharded like a parameter. piece: this rank's piece of that parameter"""
+        return parts_of_piece(name, piece, values, shape=piece.shape)
 
+    @abstractmethod
     def rewritten(self) -> AbstractContextManager[None]:
         """A context in which the memory of `parts` may be written; afterwards the model computes with it. A collective."""
 
-    def pieces(self) -> Mapping[str, OwnedRun]:
+    @abstractmethod
+    def pieces(self) -> dict[str, OwnedRun]:
         """Name -> which elements of the parameter, as it is on this rank, its owner holds."""
 
     def part(self, name: str, value: Any) -> Any:
-        """This rank's part of a value of optimizer state of parameter `name`."""
+        """This rank's part of a value of optimizer state of parameter `name`. Slices are cut later, by `pieces`."""
+        return value
 
+    @abstractmethod
     def held(self) -> tuple[int, int, int]:
         """Bytes in memory on this rank now: parameters and masters; gathered parameters beyond these; gradients."""
 
 
-class ReplicatedPlacement:
-    """Stage 0: every rank holds everything."""
+class ReplicatedPlacement(Placement):
+    """Stage 0: every rank holds everything. make_reducer: (params, group, owners=) -> what sums gradients"""
 
-    def __init__(self, model: nn.Module, group: Group, precision: Precision, *, logical_shards: int, all_reduce: str, compress: str,
-                 compress_after: int):
-        self.model, self._world, self._logical_shards, self.waited = model, group, logical_shards, 0.0
+    def __init__(self, model: nn.Module, group: Group, precision: Precision, make_reducer: Callable[..., GradientReducer]):
+        self.model, self._world, self._waited = model, group, 0.0
         self._masters = MasterWeights(model, precision)
         self.owners: Mapping[str, nn.Parameter] = self._masters.owners
         self.group = group.alone()
-        params, owners = self._masters.params, self.owners
-        self._reducer = CanonicalReducer(params, group, logical_shards, owners=owners) if logical_shards else GradientReducer(
-            params, group, owners=owners, all_reduce=all_reduce, compress=compress, compress_after=compress_after,
-            by_rows=embeddings(model))
+        self._reducer = make_reducer(self._masters.params, group, owners=self.owners)
         self._reducer.syncing = False   # a backward outside a step sends nothing
+        self.summing = self._reducer.summing
         watch_optimizers()
+
+    @property
+    def waited(self) -> float:
+        """For the buckets, and for what `Summing.weigh` asks of other ranks."""
+        return self._waited
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """This rank's batches: a forward needs no other rank."""
@@ -168,20 +190,10 @@ class ReplicatedPlacement:
         """No bucket is sent."""
         return self._reducer.sync(False)
 
-    def begin_shards(self, shards: int) -> None:
-        """See parallel/same_bits.py."""
-        assert isinstance(self._reducer, CanonicalReducer), "logical shards need the canonical reducer"
-        self._reducer.begin_shards(shards)
-
-    def add_shard(self, index: int, totals: Tensor) -> None:
-        """See parallel/same_bits.py."""
-        assert isinstance(self._reducer, CanonicalReducer), "logical shards need the canonical reducer"
-        self._reducer.add_shard(index, totals)
-
     def begin_last_backward(self, items: Tensor, scale: float) -> None:
         """See `Summing.weigh`."""
         with self._waiting():
-            self._reducer.summing.weigh(items, scale, [self._world])
+            self.summing.weigh(items, scale, [self._world])
 
     def run_backward(self, loss: Tensor) -> None:
         """Hooks of the parameters do the rest."""
@@ -194,31 +206,15 @@ class ReplicatedPlacement:
         assert summed is not None, "the reducer lost the totals"
         return summed, alike
 
-    @property
-    def factor(self) -> float:
-        """See `begin_last_backward`."""
-        return self._reducer.summing.factor
-
-    @property
-    def compress(self) -> str:
-        """The name that was given to `prepare`."""
-        return self._reducer.summing.compress
-
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self.waited += time.perf_counter() - begin if self._world.size > 1 else 0.0
+        self._waited += time.perf_counter() - begin if self._world.size > 1 else 0.0
 
     def norm(self, totals: Tensor) -> Tensor:
-        """Over the buckets; each rank sums a share if they are large. Deterministic: tensor by tensor, as buckets differ between stages."""
-        if self._logical_shards:
-            return global_norm([owner.grad for owner in self.owners.values() if owner.grad is not None])
+        """Over the buckets; each rank sums a share if they are large."""
         return global_norm(self._reducer.flat_gradients(), self._world)
-
-    def repeated_norms(self) -> dict[str, float]:
-        """There are no tensor ranks."""
-        return {}
 
     def flat_gradients(self) -> list[Tensor]:
         """The buckets, and gradients outside buckets."""
@@ -250,7 +246,7 @@ class ReplicatedPlacement:
         names = {id(value): name for name, value in self.model.state_dict(keep_vars=True).items()}   # hooks may have renamed them
         for name, owner in self.owners.items():
             owner.copy_(state[names.get(id(self._masters.params[name]), name)])
-        self._reducer.summing.begin_anew()
+        self.summing.begin_anew()
         self.publish()
 
     def parts(self) -> list[Part]:
@@ -258,27 +254,37 @@ class ReplicatedPlacement:
         masters = {id(param): self.owners[name] for name, param in self._masters.params.items()}
         return [whole_part(MODEL + name, masters.get(id(value), value)) for name, value in unique_tensors(self.model).items()]
 
-    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
-        """One part, the whole: `piece` has all elements."""
-        return parts_of_piece(name, piece, values, shape=piece.shape)
-
     @contextmanager
     def rewritten(self) -> Iterator[None]:
         """Afterwards, round the masters into the model, and drop the error that compression has kept."""
         yield
-        self._reducer.summing.begin_anew()
+        self.summing.begin_anew()
         self.publish()
 
     def pieces(self) -> dict[str, OwnedRun]:
         """Each parameter whole, in its own shape."""
         return {name: OwnedRun(name, owner.shape, 0, owner.numel()) for name, owner in self.owners.items()}
 
-    def part(self, name: str, value: Any) -> Any:
-        """The value itself: this rank has all of each parameter."""
-        return value
-
     def held(self) -> tuple[int, int, int]:
         """All parameters, all gradients."""
         tensors = {id(t): t for t in (*self.model.parameters(), *self.owners.values())}
-        gradients = sum(flat.nbytes for flat in self._reducer.flat_gradients()) + self._reducer.summing.held()
+        gradients = sum(flat.nbytes for flat in self._reducer.flat_gradients()) + self.summing.held()
         return sum(t.nbytes for t in tensors.values()), 0, gradients
+
+
+class CanonicalReplicatedPlacement(ReplicatedPlacement):
+    """Stage 0, where bits do not depend on the number of ranks (parallel/same_bits.py)."""
+
+    _reducer: CanonicalReducer
+
+    def begin_shards(self, shards: int) -> None:
+        """Begin to fold."""
+        self._reducer.begin_shards(shards)
+
+    def add_shard(self, index: int, totals: Tensor) -> None:
+        """Add the gradients of this logical shard to the folds, and clear them."""
+        self._reducer.add_shard(index, totals)
+
+    def norm(self, totals: Tensor) -> Tensor:
+        """Tensor by tensor: the same bits as at other stages, which have no buckets."""
+        return global_norm([owner.grad for owner in self.owners.values() if owner.grad is not None])

@@ -26,14 +26,15 @@ from rankloom.shard.optimizer import Optimizer, OwnedRun
 from rankloom.shard.optimizer_state import Entry, gather_optimizer_state, state_entries, whole_state
 from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
 from rankloom.train.optimizer_step import global_norm
+from rankloom.train.placement import Placement
 from rankloom.world.group import Group
 
 
-class ShardedPlacement:
+class ShardedPlacement(Placement):
     """Stages 1 to 3: see parallel/zero.py. summing: how its gradients are summed"""
 
     def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, *, summing: Summing):
-        self.model, self.sharding, self._everyone, self._summing = model, sharding, everyone, summing
+        self.model, self.sharding, self._everyone, self.summing = model, sharding, everyone, summing
         sharding.reducing = Reducing.NOTHING   # a backward outside a step sends nothing
         self.owners: Mapping[str, nn.Parameter] = sharding.owners()
         self.group = sharding.group
@@ -96,17 +97,9 @@ class ShardedPlacement:
         """Gradients stay unsharded, and are not reduced."""
         return self.sharding.without_reduction()
 
-    def begin_shards(self, shards: int) -> None:
-        """Only `CanonicalShardedPlacement` has logical shards."""
-        raise AssertionError("logical shards need canonical gradients")
-
-    def add_shard(self, index: int, totals: Tensor) -> None:
-        """Only `CanonicalShardedPlacement` folds them."""
-        raise AssertionError("logical shards need canonical gradients")
-
     def begin_last_backward(self, items: Tensor, scale: float) -> None:
         """See `Summing.weigh`."""
-        self._summing.weigh(items, scale, (self.sharding.group, self.sharding.replicas))
+        self.summing.weigh(items, scale, (self.sharding.group, self.sharding.replicas))
 
     def run_backward(self, loss: Tensor) -> None:
         """See `Sharding.run_backward`."""
@@ -116,27 +109,13 @@ class ShardedPlacement:
         """Reductions have ended with the backward. Agree which parameters were used on any rank, and sum the totals."""
         summed, alike = self.sharding.agree(totals, mark)
         assert summed is not None, "no totals"
-        self._summing.end_step()
+        self.summing.end_step()
         return summed, alike
-
-    @property
-    def factor(self) -> float:
-        """See `begin_last_backward`."""
-        return self._summing.factor
-
-    @property
-    def compress(self) -> str:
-        """The name that was given to `prepare`."""
-        return self._summing.compress
 
     def norm(self, totals: Tensor) -> Tensor:
         """The norm over the slices of all ranks."""
         square = global_norm(self.flat_gradients()).square().to(self.group.device)
         return self.group.all_reduce(square, label="gradient norm").sqrt()
-
-    def repeated_norms(self) -> dict[str, float]:
-        """There are no tensor ranks."""
-        return {}
 
     def flat_gradients(self) -> list[Tensor]:
         """This rank's slices, of the units that have a gradient."""
@@ -166,7 +145,7 @@ class ShardedPlacement:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank keeps its pieces."""
         load_values(self.model, self.sharding, state, self._groups())
-        self._summing.begin_anew()
+        self.summing.begin_anew()
 
     def parts(self) -> list[Part]:
         """Slices of units, and whole tensors that are in no unit."""
@@ -182,31 +161,23 @@ class ShardedPlacement:
                 found.append(whole_part(MODEL + name, value))
         return found
 
-    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
-        """The boxes of a run of elements."""
-        return parts_of_piece(name, piece, values, shape=piece.shape)
-
     @contextmanager
     def rewritten(self) -> Iterator[None]:
         """Wait until nothing reads the old slices; publish the new ones afterwards, and drop the error that compression has kept."""
         self.sharding.wait_for_readers()
         yield
-        self._summing.begin_anew()
+        self.summing.begin_anew()
         self.sharding.publish()
 
     def pieces(self) -> dict[str, OwnedRun]:
         """One per parameter; it may be empty."""
         return owned_pieces(self.sharding)
 
-    def part(self, name: str, value: Any) -> Any:
-        """The value itself: slices are cut later, by `pieces`."""
-        return value
-
     def held(self) -> tuple[int, int, int]:
         """Slices; gathered parameters beyond them; gradients, sharded or not."""
         units, cut = [unit.held() for unit in self.sharding.units], units_of(self.sharding)
         rest = sum(param.nbytes for param in self.model.parameters() if id(param) not in cut)
-        gradients = sum(gradient.held() for gradient in self.sharding.gradients()) + self.sharding.pool.held() + self._summing.held()
+        gradients = sum(gradient.held() for gradient in self.sharding.gradients()) + self.sharding.pool.held() + self.summing.held()
         return rest + sum(own for own, _ in units), sum(whole for _, whole in units), gradients
 
 
@@ -320,7 +291,7 @@ class SplitPlacement(ShardedPlacement):
 
     def _join(self, entry: Entry, goal: Goal | None) -> Any:
         """The whole tensor of the unsplit model. A value that is not split as its parameter is returned as it is."""
-        name = entry.parameter if self._lies_alike(entry) else ""
+        name = entry.parameter if self._is_split_as_parameter(entry) else ""
         if entry.dtype is None or not self.split.is_asked(name, goal):
             return entry.get() if entry.dtype is None else None
         value = entry.get()
@@ -328,9 +299,9 @@ class SplitPlacement(ShardedPlacement):
         return None if whole is None else whole.cpu()
 
     def _whole_shape(self, entry: Entry) -> torch.Size:
-        return self.split.whole_shape(entry.parameter, entry.shape) if self._lies_alike(entry) else entry.shape
+        return self.split.whole_shape(entry.parameter, entry.shape) if self._is_split_as_parameter(entry) else entry.shape
 
-    def _lies_alike(self, entry: Entry) -> bool:
+    def _is_split_as_parameter(self, entry: Entry) -> bool:
         """Whether the value is a tensor that is split over ranks as its parameter is."""
         held = self.split.held.get(entry.parameter)
         return len(entry.shape) > 0 and held is not None and held.local_shape == entry.shape
@@ -343,7 +314,7 @@ class SplitPlacement(ShardedPlacement):
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each rank keeps its pieces of its parts."""
         load_values(self.model, self.sharding, state, self._groups(), self.split)
-        self._summing.begin_anew()
+        self.summing.begin_anew()
 
     def part(self, name: str, value: Any) -> Any:
         """Cut a tensor of the parameter's shape to this rank's part. A value of an unknown parameter is returned, and refused later."""
