@@ -11,8 +11,9 @@ arguments. So the gradient is the same bit for bit. torch's `checkpoint` keeps t
 Not restored: other state that a forward changes (plain attributes, buffers around the block), Python's `random` and numpy's global
 generator, and torch's own where ranks share it, as those of `simulate` do. Not repeated correctly: `F.rrelu` as a function.
 
-A budget in bytes holds for micro-batches as large as the first. It is measured without torch.compile, which usually keeps less. Where
-a compiled block is no single graph, a budget leaves `selective` out if ranks share the block, and otherwise runs that uncompiled. A graph
+A budget in bytes holds for micro-batches as large as the first. To measure, every forward of a block before the first backward is also
+run once with each choice, so the first step takes longer. It is measured without torch.compile, which usually keeps less. Where a
+compiled block is no single graph, a budget leaves `selective` out if ranks share the block, and otherwise runs that uncompiled. A graph
 that the user compiles around a block ends before it, and another begins after it.
 
 Read blocks.py, block_buffers.py, selective.py, measure.py and budget.py before this file.
@@ -24,7 +25,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
-from types import MethodType
 from typing import Any
 from weakref import ref
 
@@ -39,7 +39,7 @@ from rankloom.models.moe import uncounted
 from rankloom.train.block_buffers import Before, Values, on_copies, statistics
 from rankloom.train.blocks import Compiler, Wrapped, arguments_unchanged, blocks_of
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
-from rankloom.train.draws import OF_EVERY_MODULE, Draws, generators_put_back
+from rankloom.train.draws import Draws, generators_put_back
 from rankloom.train.dropout import Keyed
 from rankloom.train.measure import Trace
 from rankloom.train.rules import NOT_ONE_GRAPH
@@ -121,7 +121,6 @@ class Recompute:
         self.plan: RecomputePlan | None = None
         self.forwards = {name: RecomputedForward(block, choice, partial(self._measure, name), self._decide)
                          for name, block in blocks.items()}
-        self._costs: dict[Any, BlockCost] = {}                     # by kind of block and input: each kind is measured once
         self._waiting: list[tuple[str, ref[Replay], BlockCost]] = []   # in forward order; the ref is dead once autograd drops it
 
     def __str__(self) -> str:
@@ -131,12 +130,7 @@ class Recompute:
 
     def _measure(self, name: str, replay: "Replay", args: Any, kwargs: Any) -> None:
         """Before a forward: measure what it would keep and recompute with each choice."""
-        forward = self.forwards[name]
-        # A trial run may communicate, so all ranks must try at the same forwards, though their rows differ: so the call number counts too.
-        kind = sum(name == other for other, *_ in self._waiting), _kind(name, forward, args, kwargs)
-        if kind not in self._costs:
-            self._costs[kind] = _cost(forward, args, kwargs)
-        self._waiting.append((name, ref(replay), self._costs[kind]))
+        self._waiting.append((name, ref(replay), _cost(self.forwards[name], args, kwargs)))
 
     def _decide(self) -> None:
         """Make the plan, in the first backward: autograd then holds the largest number of forwards at a time."""
@@ -151,7 +145,6 @@ class Recompute:
             costs = _over_ranks(self._group.all_gather_object([asdict(cost) for cost in costs], label="costs of blocks"))
         self.plan = fit(costs, self.budget)
         self._waiting.clear()
-        self._costs.clear()   # their keys hold arguments
         decided = {decision.block: decision.choice for decision in self.plan.decisions}
         for name, forward in self.forwards.items():
             forward.choice = decided.get(name, NONE)   # a block without a gradient keeps nothing anyway
@@ -354,36 +347,6 @@ def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
                 work, dear = trace.work, trace.product_work
     cheap = work - dear if SELECTIVE in kept else work + 1
     return BlockCost("", {SELECTIVE: kept[NONE], **kept}, {NONE: 0, SELECTIVE: cheap, FULL: work}, work)
-
-
-def _kind(name: str, forward: RecomputedForward, args: Any, kwargs: Any) -> Any:
-    """What the cost of a forward depends on. Blocks of the same kind are measured once."""
-    given, places = tree_flatten((args, kwargs))
-    modules = [(inner, type(m), *(_traits(item, name) for item in vars(m).items() if item[0] not in OF_EVERY_MODULE))
-               for inner, m in forward.block.named_modules()]
-    tensors = [(inner, _traits(t, name)) for inner, t in (*forward.block.named_parameters(), *forward.block.named_buffers())]
-    plain = getattr(forward.plain, "__func__", forward.plain)
-    return plain, repr(forward.block), tuple(modules), tuple(tensors), repr(places), tuple(_traits(value, name) for value in given)
-
-
-def _traits(value: Any, name: str) -> Any:
-    """What blocks of one kind have in common in an attribute or argument: the value, where that can be told. name: of the block"""
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.requires_grad
-    if isinstance(value, str):
-        return value.removeprefix(name + ".")   # labels, and names of dropouts
-    if isinstance(value, tuple | list):
-        return type(value), *(_traits(item, name) for item in value)
-    if isinstance(value, dict):
-        return type(value), *(_traits(item, name) for item in value.items())
-    kind = type(value)
-    if kind.__module__.startswith("rankloom.") and (kind.__eq__ is object.__eq__ or kind.__hash__ is None or hasattr(value, "group")):
-        return kind   # helpers of ours, which serve every block alike
-    try:
-        hash(value)
-    except TypeError:
-        return MethodType(id, value)   # bound methods hold the object, and are equal if it is the same one
-    return kind, value
 
 
 def _dearest(name: str, costs: list[BlockCost]) -> BlockCost:
