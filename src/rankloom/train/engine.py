@@ -2,6 +2,7 @@
 
 One step:
 
+    in the first steps, check what ranks were given             train/first_steps.py
     cut the batch into micro-batches                            train/batches.py
     for each: key the dropout, forward, loss -> (sum, count), backward of the *sum*; in the last, full buckets are sent
     sum gradients, losses and counts over the ranks             parallel/gradients.py, or parallel/same_bits.py
@@ -284,7 +285,9 @@ class Engine:
         return summed
 
     def _tokens_apart(self, apart: Apart) -> AbstractContextManager[None]:
-        """With context ranks: a context in which the loss gets values of some tokens, each left to itself; see `called_apart`."""
+        """Only with context ranks: inside this context the model sees only some tokens, and each token attends only to itself. So their
+        losses must add up.
+        """
         return called_apart(apart, self.model)
 
     def _forward_backward(self, piece: Any, rows: range, before: Tensor | None = None) -> Tensor:

@@ -110,7 +110,7 @@ def _cast_outside_units(model: nn.Module, strategy: ShardingStrategy, in_no_unit
 
 
 def _expect_untouched(stand_ins: Mapping[str, nn.Parameter]) -> None:
-    """Raise ConfigError, on all ranks, when the optimizer's function did to stand-ins what only a model's parameters obey."""
+    """Raise ConfigError, on all ranks, when the optimizer's function hooked or froze what it got: these are stand-ins."""
     for name, param in stand_ins.items():
         if is_hooked(param) or not param.requires_grad:
             raise ConfigError(f"the optimizer's function has {'hooked' if param.requires_grad else 'frozen'} {name}: it would do nothing. "

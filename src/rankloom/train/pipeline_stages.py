@@ -174,7 +174,7 @@ class PipelinePlacement(SplitPlacement):
 
     def abandon(self) -> None:
         """Clear all gradients, and those that an interrupted schedule left in `.grad`."""
-        if problem := changed_parameter(self.sharding):   # elsewhere the hooks of a forward look
+        if problem := changed_parameter(self.sharding):   # without a pipeline, hooks of the forward look for it
             raise UnitError(problem)
         super().abandon()
         for param in self.model.parameters():

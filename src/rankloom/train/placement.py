@@ -174,7 +174,9 @@ class ReplicatedPlacement(Placement):
         yield from batches
 
     def expect_own_values(self) -> None:
-        """Only where they are rounded masters can they differ. Sends nothing: others may be gone when values are saved."""
+        """Only rounded copies of masters can differ from what is trained. Nothing is sent: when this rank saves, another may already
+        have ended.
+        """
         self._masters.expect_own_values()
 
     def abandon(self) -> None:

@@ -65,13 +65,13 @@ class ShardedPlacement(Placement):
                 yield batch
 
     def hand_over(self, owners: Mapping[str, nn.Parameter]) -> None:
-        """From here on, `owners` are the owners: the parameters that the optimizer was built from, which have got the same memory."""
+        """From now on the parameters that the optimizer was built from are the owners: they have been given the memory of the slices."""
         self.owners = {name: owners[name] for name in self.owners}
         for gradient in self.sharding.gradients():
             gradient.unit.hand_over(owners)
 
     def expect_own_values(self) -> None:
-        """Slices are saved, and the model computes with what was gathered of them."""
+        """Slices are saved, but the model computes with values gathered from them, which could have been changed since."""
         expect_own_parameters(self.sharding)
 
     def abandon(self) -> None:
@@ -82,7 +82,9 @@ class ShardedPlacement(Placement):
 
     @contextmanager
     def sync(self, on: bool) -> Iterator[None]:
-        """Reduce sections during the last backward, or, if gradients may not stay unsharded, in each; also where a rank has no gradient."""
+        """Sections are reduced during the last backward; during each, if gradients may not stay unsharded. A rank without gradients takes
+        part too.
+        """
         sharding = self.sharding
         with sharding.sync(on):
             sharding.begin_pass()

@@ -37,8 +37,8 @@ def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, bat
     group:  the ranks over which rows are distributed   tokens: those over which losses are summed
     pieces: number of micro-batches                     shards: logical shards, over which rows are redistributed; 0: none
     apart:  see `expect_sum_over_tokens`
-    A collective of the world: all ranks run the same number of forwards, as a forward may be a collective. None if a rank's micro-batch
-    cannot be cut by rows (a graph, packed tokens), nor thus in halves: then rank 0 warns.
+    A collective of the world: all ranks run the same number of forwards, as a forward may be a collective. If the micro-batch of any rank
+    cannot be cut by rows, no forward is run on any rank, and rank 0 warns that the loss was not checked.
     """
     rows = rows_of(batch, world.rank) if shards or pieces > 1 else rows_if_any(batch)
     mine = torch.tensor([(-1 if rows is None else rows) * group.size + group.rank], device=group.device)
@@ -65,11 +65,11 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
                together: bool = False) -> None:
     """Raise when the loss function seems to return a mean with the count of a sum.
 
-    A loss that changes when it is computed again draws random numbers, and is not judged. Nor is one that raises an error, because a
-    model may return other things in training. The loss is called without dropout, with gradients enabled, and equally often on
-    every rank; what it changes in the model is put back (train/put_back.py), and on one rank torch's own generator. (What else a loss
-    changes, such as another model's running statistics, it changes a few times before the first step.) A compiled model is not checked:
-    it would be compiled again for the halves.
+    A loss that changes when it is computed again draws random numbers, and is not judged. Nor is one that raises an error: it may work in
+    training mode only. The loss is called in evaluation mode, with gradients enabled, and equally often on every rank. What it changes
+    in the model is put back (train/put_back.py), and on a single rank torch's own generator. What else it changes, such as another
+    model's running statistics, it changes a few times before the first step. A compiled model is not checked: it would be compiled again
+    for the halves.
     parts:    rows, and their two halves
     on_any:   whether a condition holds on any rank
     together: ranks wait for each other in a forward
@@ -98,8 +98,8 @@ def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module,
                            on_any: Callable[[bool], bool]) -> None:
     """With context ranks: raise when the loss of a row is not the sum, nor its count, of what its tokens add.
 
-    Each rank computes the loss of its own tokens. So a few tokens go through the model with an attention that leaves each to itself: first
-    all, then those with even positions, then the others, whose losses and counts must add up. A loss that draws random numbers or raises
+    Each rank computes the loss of its own tokens. So a few tokens go through the model, each attending only to itself: first all, then
+    those with even positions, then the others. The losses and counts of these two must add up. A loss that draws random numbers or raises
     an error is not judged; of a model that looks at whole rows (routers of experts), only the counts are.
     apart:  apart(some tokens) is a context in which the model returns values of these only, as it does of a rank's own in training
     raises: LossError, on all ranks. A collective of the world, as `on_any`
