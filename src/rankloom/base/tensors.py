@@ -1,6 +1,7 @@
 """A tensor's bytes, to hash, compare and send them, and for C code; copies, and how often it was written; dtypes to compute in."""
 
 import ctypes
+import hashlib
 from types import NoneType
 from typing import Any
 
@@ -72,3 +73,8 @@ def bytes_of(x: Tensor) -> Tensor:
     A tensor that torch conjugates or negates only when it is read has the bytes that a reader sees.
     """
     return as_bytes(x.detach().resolve_conj().resolve_neg().contiguous()).view(-1)
+
+
+def digest(x: Tensor) -> str:
+    """A hash of every bit, to compare tensors by."""
+    return hashlib.sha256(bytes_of(x.detach().cpu()).numpy().tobytes()).hexdigest()

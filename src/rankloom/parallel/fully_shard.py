@@ -26,9 +26,9 @@ from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
 from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import BufferKeeper
-from rankloom.parallel.build import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import guard_owners
+from rankloom.parallel.initial_values import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.known_parameters import KnownParameters
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.reduction_order import Reducing

@@ -101,7 +101,7 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
 
     whole:     names of parameters that must not be cut, laid out by `lay_out_whole`
     canonical: gradients stay whole on every rank, and the caller sums them; parameters stay gathered from a step's first forward to its end
-    fill:      gives stand-ins without memory their values, on all ranks the same (parallel/build.py)
+    fill:      gives stand-ins without memory their values, on all ranks the same (parallel/initial_values.py)
     raises:    ConfigError for impossible `units`, and for an embedding that changes its weight in forward
     """
     params, modules = dict(model.named_parameters()), dict(model.named_modules())

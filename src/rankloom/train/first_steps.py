@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.errors import BatchError, ConfigError, LossError
-from rankloom.parallel.build import digest
+from rankloom.base.tensors import digest
 from rankloom.train.batches import MicroBatches, map_tensors
 from rankloom.train.placement import Placement
 from rankloom.train.put_back import same_bits, untrained

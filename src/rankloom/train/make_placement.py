@@ -17,10 +17,10 @@ from torch import nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import is_hooked
 from rankloom.base.tensors import keep_until_read
-from rankloom.parallel.build import FirstValues, SharedValues, give_memory
 from rankloom.parallel.data import embeddings
 from rankloom.parallel.expert import TOKEN_AXES, ExpertReplicas
 from rankloom.parallel.gradients import GradientReducer
+from rankloom.parallel.initial_values import FirstValues, SharedValues, give_memory
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.same_bits import CanonicalReducer
 from rankloom.parallel.sharding import Sharding

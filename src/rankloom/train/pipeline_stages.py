@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from rankloom.base.errors import BatchError, ConfigError, ModelMismatch, UnitError
 from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import evaluating
-from rankloom.base.tensors import as_bytes
+from rankloom.base.tensors import as_bytes, digest
 from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
-from rankloom.parallel.build import digest
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs

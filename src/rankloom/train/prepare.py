@@ -24,10 +24,10 @@ from rankloom.base.modes import with_memory
 from rankloom.base.tensors import keep_until_read
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
-from rankloom.parallel.build import FirstValues, InitialValues, put_stand_ins
 from rankloom.parallel.context import RING
 from rankloom.parallel.equal_start import expect_same_tensors, make_replicas_equal
 from rankloom.parallel.expert import TOKEN_AXES
+from rankloom.parallel.initial_values import FirstValues, InitialValues, put_stand_ins
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import ShardingStrategy

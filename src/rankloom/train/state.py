@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
 from rankloom.base.errors import ConfigError, ModelMismatch
-from rankloom.parallel.build import digest
+from rankloom.base.tensors import digest
 from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.fp8 import Float8Layers

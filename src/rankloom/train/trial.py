@@ -23,7 +23,7 @@ ADVICE = "say where to cut with pipe=rl.Pipe(pieces=..., loss=...), functions of
 
 @contextmanager
 def zero_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context in which meta buffers are zeros on `device`. Parameters from the meta device have stand-ins already (parallel/build.py)."""
+    """Inside, meta buffers are zeros on `device`. Parameters from the meta device have stand-ins (parallel/initial_values.py)."""
     missing = [(module._buffers, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()
                if buffer is not None and buffer.is_meta]
     for buffers, key, buffer in missing:

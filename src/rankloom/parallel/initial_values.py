@@ -9,7 +9,6 @@
 So a model may be larger than one rank's memory: a tensor is whole only until a rank has taken its part.
 """
 
-import hashlib
 import math
 import threading
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.names import full_name
 from rankloom.base.rng import stream
-from rankloom.base.tensors import bytes_of
+from rankloom.base.tensors import digest
 from rankloom.parallel.equal_start import named_state
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.shard.optimizer import stand_in
@@ -131,11 +130,6 @@ class SharedValues:
         tied = [f"{', '.join(differ)}: `initialize` gave other values in another stage of the pipeline, but these are one parameter; "
                 "what it writes must follow from the name"] if differ else []
         return "\n".join(filter(None, (self.fill.make.problem, *tied))) or None
-
-
-def digest(x: Tensor) -> str:
-    """A hash of every bit, to compare tensors by."""
-    return hashlib.sha256(bytes_of(x.detach().cpu()).numpy().tobytes()).hexdigest()
 
 
 def _copy(module: nn.Module) -> nn.Module:
