@@ -27,7 +27,7 @@ def make_group(store: dist.Store, rank: int, size: int, timeout: float = TIMEOUT
 
     host: where this rank pretends to be
     """
-    return build(store, rank, size, timeout, host=host)
+    return build(store, rank, size, timeout, name="world", host=host)
 
 
 def make_gloo_group(store: dist.Store, rank: int, size: int, timeout: float, host: str | None) -> Any:

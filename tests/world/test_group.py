@@ -802,3 +802,12 @@ def test_a_group_of_any_process_group_knows_its_rank_and_size():
 
     assert rl.simulate(3, body) == [(rank, 3, (0, 1, 2), [3.0, 3.0]) for rank in range(3)]
     assert (rl.Group(None).rank, rl.Group(None).size) == (0, 1)
+
+
+def test_errors_of_the_transport_name_the_group_of_their_ranks():
+    def body(world):
+        shard = world.group("shard")
+        with pytest.raises(rl.CollectiveMismatch, match="in group 'shard'"):
+            shard.all_reduce(torch.ones(3)) if shard.rank else shard.broadcast(torch.ones(3))
+
+    rl.simulate(rl.Mesh(replicate=2, shard=2), body, backend="rankloom")

@@ -189,7 +189,7 @@ class World(Group):
         self._groups: dict[tuple[int, ...], Group] = {}
         self._twins: dict[tuple[int, ...], Group] = {}
         everyone = tuple(range(mesh.size))
-        pg, inspector = self._join(everyone, rank, device, timeout)
+        pg, inspector = self._join(everyone, rank, device, timeout, "world")
         super().__init__(pg, rank, everyone, device=device, timeout=timeout, one_host=loopback, inspector=inspector,
                          topology=topology, twin=partial(_twin, weakref.ref(self), everyone))
 
@@ -222,11 +222,11 @@ class World(Group):
         return *self._groups.values(), *self._twins.values()
 
     def _connect(self, ranks: tuple[int, ...], name: str, purpose: str = "group", ledger: Ledger | None = None) -> Group:
-        pg, inspector = self._join(ranks, self.rank, self.device, self.timeout, purpose)
+        pg, inspector = self._join(ranks, self.rank, self.device, self.timeout, name, purpose)
         return Group(pg, ranks.index(self.rank), ranks, name=name, device=self.device, timeout=self.timeout, one_host=self.one_host,
                      inspector=inspector, topology=self.topology.among(ranks), twin=partial(_twin, weakref.ref(self), ranks), ledger=ledger)
 
-    def _join(self, ranks: tuple[int, ...], me: int, device: torch.device, timeout: float,
+    def _join(self, ranks: tuple[int, ...], me: int, device: torch.device, timeout: float, name: str,
               purpose: str = "group") -> tuple[dist.ProcessGroup | None, Inspector | None]:
         if len(ranks) == 1:
             return None, None
@@ -237,7 +237,7 @@ class World(Group):
         gone: Callable[[], Sequence[int]] = tuple   # gloo cannot tell which ranks are gone
         with self._meet((meeting, n, me, files)):
             if self.backend == SHARED:
-                shared = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks)
+                shared = build(store, ranks.index(me), len(ranks), timeout, ranks=ranks, name=name)
                 pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared
                 gone = shared.channel.gone
             else:

@@ -22,7 +22,7 @@ def told(rank: int, *, blamed: int = -1, arrived: list[int] | None = None, state
 
 def test_a_host_with_more_ranks_than_shared_memory_has_room_for_is_told_what_carries_them():
     with pytest.raises(ConfigError, match='rank 7: 257 ranks share a host, expected 256 at most in shared memory: use the backend "gloo"'):
-        Channel(dist.HashStore(), 7, 257, timeout=1.0)
+        Channel(dist.HashStore(), 7, 257, timeout=1.0, name="world")
 
 
 @pytest.mark.skipif("C" not in KERNELS, reason="no compiler when this was installed")

@@ -57,8 +57,7 @@ class Channel:
     raises: ConfigError if there are too many
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float, ranks: Sequence[int] | None = None,
-                 name: str = "world"):
+    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float, name: str, ranks: Sequence[int] | None = None):
         self.rank, self.size, self.timeout, self.name = rank, size, timeout, name
         self.ranks = tuple(ranks or range(size))
         self.closed = False

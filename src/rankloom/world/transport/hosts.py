@@ -33,8 +33,8 @@ from rankloom.world.transport.wire import MESSAGE, Wire
 class HostsChannel(Channel):
     """This rank's end of a group whose ranks are on several hosts."""
 
-    def __init__(self, store: dist.Store, neighbours: Neighbours, *, timeout: float, ranks: Sequence[int] | None = None,
-                 name: str = "world"):
+    def __init__(self, store: dist.Store, neighbours: Neighbours, *, timeout: float, name: str,
+                 ranks: Sequence[int] | None = None):
         self.rank, self.size, self.timeout, self.name = neighbours.rank, len(neighbours.hosts), timeout, name
         self.ranks, self.closed = tuple(ranks or range(self.size)), False
         node = neighbours.on_host_of(self.rank)

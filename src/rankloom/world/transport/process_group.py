@@ -378,11 +378,11 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         return self.channel.where(kind if isinstance(kind, str) else KINDS[kind])
 
 
-def build(store: dist.Store, rank: int, size: int, timeout: float, *, ranks: Sequence[int] | None = None,
-          name: str = "world", host: str | None = None) -> SharedMemoryGroup:
+def build(store: dist.Store, rank: int, size: int, timeout: float, *, name: str, ranks: Sequence[int] | None = None,
+          host: str | None = None) -> SharedMemoryGroup:
     """A group of ranks that meet in `store`: in shared memory, and over TCP if they are on several hosts.
 
-    ranks:  their numbers in the world, for error messages
+    name:   the name of the group, for error messages, as `ranks`: their numbers in the world
     host:   the host that this rank claims to be on; by default the real one
     raises: RankLost when the others do not come within `timeout` seconds
     """
