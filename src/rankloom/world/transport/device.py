@@ -105,17 +105,26 @@ def share_memory(channel: Channel, device: Device, nbytes: int) -> tuple[list[Te
         mine, handle = device.export(nbytes)
     except (MemoryError, DeviceError) as error:
         problem = error
-    asked = channel.gather_json([nbytes, handle])
-    if len({size for size, _ in asked}) > 1:
-        raise ShapeMismatch(f"{where}: ranks ask for different sizes, in bytes: {[size for size, _ in asked]}")
-    channel.raise_together(problem, "buffer")
-    parts = []
     try:
-        parts = [mine if rank == channel.rank else device.open(theirs, nbytes) for rank, (_, theirs) in enumerate(asked)]
+        asked = channel.gather_json([nbytes, handle])
+        if len({size for size, _ in asked}) > 1:
+            raise ShapeMismatch(f"{where}: ranks ask for different sizes, in bytes: {[size for size, _ in asked]}")
+        channel.raise_together(problem, "buffer")
+        return _open_all(channel, device, mine, [theirs for _, theirs in asked]), handle
+    except BaseException:   # nobody has submitted work on it yet
+        if handle:
+            device.give_back(handle)
+        raise
+
+
+def _open_all(channel: Channel, device: Device, mine: Tensor, handles: Sequence[str]) -> list[Tensor]:
+    parts, problem = [], None
+    try:
+        parts = [mine if rank == channel.rank else device.open(handle, len(mine)) for rank, handle in enumerate(handles)]
     except DeviceError as error:
         problem = error
     channel.raise_together(problem, "buffer")
-    return parts, handle
+    return parts
 
 
 class Flags:
