@@ -166,7 +166,7 @@ def test_memory_that_is_too_small_is_refused_with_both_sizes():
         os.close(descriptor)
 
 
-SECOND_CALL = """
+NO_THREADS = """
 import ctypes, mmap, resource, threading, time
 from rankloom.world.transport import _shared
 memory = mmap.mmap(-1, _shared.segment_size(2))
@@ -178,7 +178,7 @@ while not link.status()[2][0]:
 used = int(open("/proc/self/statm").read().split()[0]) * mmap.PAGESIZE
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), -1))
 try:
-    print("the second call gave", link.run(8, 5, 0, 0, 0, 0, 0, 1.0))
+    print("the call gave", {call})
 except RuntimeError as error:
     print(error)
 first.join()
@@ -186,6 +186,10 @@ link.leave()   # before the memory goes
 """
 
 
-def test_a_call_that_must_wait_for_another_but_gets_no_thread_is_an_error_not_a_success():
-    done = subprocess.run([sys.executable, "-c", SECOND_CALL], capture_output=True, text=True, check=False)
-    assert done.stdout == "no thread could be started for collectives in the background\n" and done.returncode == 0, done.stderr
+@pytest.mark.parametrize(("call", "text"), [
+    ("link.run(8, 5, 0, 0, 0, 0, 0, 1.0)", "for collectives in the background"),   # it must wait for the first
+    ("link.post(0, ctypes.addressof(ctypes.c_int(0)), 4, 1, 0)", "to carry messages: Resource temporarily unavailable"),
+])
+def test_a_call_that_needs_a_thread_but_gets_none_is_an_error_not_a_success(call, text):
+    done = subprocess.run([sys.executable, "-c", NO_THREADS.format(call=call)], capture_output=True, text=True, check=False)
+    assert done.stdout == f"no thread could be started {text}\n" and done.returncode == 0, done.stderr

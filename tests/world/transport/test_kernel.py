@@ -46,6 +46,7 @@ from rankloom.world.transport.codes import (
     TIMED_OUT,
     WRONG_LENGTH,
 )
+from rankloom.world.transport.fallback_messages import Exchanges
 
 try:
     from rankloom.world.transport import _shared as compiled
@@ -1139,6 +1140,20 @@ def test_what_a_rank_did_before_it_went_counts():
     assert came and mine.verdict() == (FINE, -1)
 
 
+@without_c
+def test_a_call_that_finds_a_fault_in_a_broken_group_returns_the_first_reason():
+    """The group breaks between the coming of the last rank and the comparison; rank 1, written by hand, makes an all-reduce."""
+    whys: list[int] = []
+    with Team(compiled, 2) as team:
+        epoch, sleepers, arrivals, broken = (ctypes.c_uint32.from_buffer(team.memory, line * 64) for line in range(4))
+        waits = threading.Thread(target=lambda: whys.append(run(team.links[0], BARRIER)), daemon=True)
+        waits.start()
+        wait_until(lambda: sleepers.value)
+        broken.value, epoch.value, arrivals.value = ABORTED << 16 | 1, 1, 2
+        waits.join(AT_ONCE)
+    assert whys == [ABORTED]
+
+
 def test_the_first_reason_is_everyone_s_reason():
     """Also when two ranks break the group at once, so that neither has seen the other's."""
     peers, memory = peers_of_two()
@@ -1146,6 +1161,19 @@ def test_the_first_reason_is_everyone_s_reason():
     assert peers[0].break_group(1, LOST) == ABORTED
     peers[0].memory.broken[0] = time.monotonic_ns(), 16 * 1 + LOST
     assert [peer.verdict() for peer in peers] == [(ABORTED, 1)] * 2 and len(memory)
+
+
+@both_kernels
+def test_a_wait_with_a_time_out_is_no_longer_than_that(kernel):
+    x, naps = np.zeros(4, np.int32), []
+    with Team(kernel, 2) as team:
+        ticket = submit(team.links[0], ALL_REDUCE, x, x, x.nbytes)
+        for _ in range(20):   # the shortest counts: others may use the cores
+            begin = time.monotonic()
+            assert team.links[0].wait(ticket, 0.001) == TIMED_OUT
+            naps.append(time.monotonic() - begin)
+        team.links[0].break_off(0, ABORTED)
+    assert min(naps) < 0.03
 
 
 @both_kernels
@@ -1157,6 +1185,22 @@ def test_an_exchange_around_a_ring_never_deadlocks_however_large(kernel, nbytes)
         whys = team.each(lambda link, r: link.exchange(at(out[r]), nbytes, (r + 1) % p, at(into[r]), nbytes, (r - 1) % p, 3, 10.0))
     assert whys == [FINE] * p
     assert all((into[r] == (r - 1) % p + 1).all() for r in range(p))
+
+
+def test_an_exchange_in_python_takes_its_timeout_once_though_it_waits_twice():
+    class Slow(Exchanges):
+        def message(self, *both):
+            time.sleep(0.2)
+            return 1
+
+        def settle(self, handle, seconds):
+            self.left = seconds
+            return 1
+
+        post = drop = message
+
+    link = Slow()
+    assert link.exchange(0, 0, 1, 0, 0, 1, 0, 1.0) == FINE and link.left <= 0.8
 
 
 @both_kernels

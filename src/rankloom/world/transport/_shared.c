@@ -116,7 +116,7 @@ typedef struct Op {
 
 typedef struct Message {
     struct Message *next;
-    uint64_t nbytes, moved, size;
+    uint64_t moved, size;
     int64_t tag;
     int peer, sending, started, orphan;   /* peer -1: any rank, until a message has come */
     _Atomic int done;
@@ -273,20 +273,26 @@ static void ring_bell(Rank *r)
     }
 }
 
-/* Break the group for all ranks. The first reason stays. */
-static int break_group(Link *l, int blamed, int why)
+/* Every rank looks again at what it waits for. */
+static void wake_all(Link *l)
 {
-    uint32_t whole = 0;
-    atomic_compare_exchange_strong(&control(l)->broken, &whole, (uint32_t)why << 16 | (uint32_t)blamed);
     for (int r = 0; r < l->ranks; r++) {
         atomic_fetch_add(&rank_of(l, r)->bell, 1);
         futex_wake(&rank_of(l, r)->bell);
     }
     futex_wake(&control(l)->epoch);
-    return why;
 }
 
 static int why_broken(Link *l) { return (int)(atomic_load(&control(l)->broken) >> 16); }
+
+/* Break the group for all ranks. Returns the reason that counts: the first. */
+static int break_group(Link *l, int blamed, int why)
+{
+    uint32_t whole = 0;
+    atomic_compare_exchange_strong(&control(l)->broken, &whole, (uint32_t)why << 16 | (uint32_t)blamed);
+    wake_all(l);
+    return why_broken(l);
+}
 
 /* The state letter of a process and its start time, from /proc; 0 if there is no such process. */
 static char process_state(int64_t pid, int64_t *started)
@@ -310,13 +316,16 @@ static char process_state(int64_t pid, int64_t *started)
     return state;
 }
 
-static int is_dead(Rank *r)
+/* L: it has left the group; ?: it has not come yet; X: its process has ended; else the state letter of its process. */
+static char letter_of(Rank *r)
 {
     int64_t started = 0;
+    if (atomic_load(&r->left))
+        return 'L';
     if (!r->pid)
-        return 0;   /* it has not come yet */
+        return '?';
     char state = process_state(r->pid, &started);
-    return !state || state == 'Z' || state == 'X' || started != r->started;
+    return !state || state == 'Z' || started != r->started ? 'X' : state;
 }
 
 /* Whether a signal handler has raised; only the main thread runs handlers. */
@@ -331,7 +340,18 @@ static int interrupted(Wait *w)
 }
 
 /* Whether a rank that this call needs is gone: LOST, LEFT or FINE. Afterwards, look again for what it did before it was gone. */
-static int why_gone(Rank *r) { return atomic_load(&r->left) ? LEFT : is_dead(r) ? LOST : FINE; }
+static int why_gone(Rank *r)
+{
+    char letter = letter_of(r);
+    return letter == 'L' ? LEFT : letter == 'X' ? LOST : FINE;
+}
+
+/* Seconds to sleep before the next check of those that are waited for. */
+static double slice(const Wait *w)
+{
+    double left = w->deadline - now(), most = 1e-3 * SLICE_MS;
+    return left <= 0 ? 0 : left > most ? most : left;
+}
 
 /* Called between two sleeps. `missing`: a rank without which this call cannot end, or -1; `gone`: why that rank will not come. */
 static int still_worth_waiting(Link *l, Wait *w, int missing, int gone)
@@ -402,8 +422,7 @@ static int rendezvous(Link *l, Wait *w)
     int why = FINE;
     atomic_fetch_add(&c->sleepers, 1);
     while (!why && !has_met(l, meeting)) {
-        double nap = w->deadline - now();
-        futex_sleep(&c->epoch, meeting - 1, nap <= 0 ? 0 : nap > 1e-3 * SLICE_MS ? 1e-3 * SLICE_MS : nap);
+        futex_sleep(&c->epoch, meeting - 1, slice(w));
         int gone, missing = find_missing(l, meeting, &gone);
         if (!has_met(l, meeting))   /* after the check: a rank that is gone now may have come before */
             why = still_worth_waiting(l, w, missing, gone);
@@ -974,7 +993,7 @@ static int await(Link *l, uint64_t ticket, Wait *w)
         }
         wake_worker(l);   /* this thread may be gone before the call has ended */
         l->waiting++;
-        nap_on(&l->changed, &l->lock, 1e-3 * SLICE_MS);
+        nap_on(&l->changed, &l->lock, slice(w));
         l->waiting--;
         pthread_mutex_unlock(&l->lock);
         if (interrupted(w))
@@ -1022,11 +1041,11 @@ static int push(Link *l, Message *m)
     }
     if (!m->started)
         return 0;
-    uint64_t n = part(m->nbytes, m->moved, part(room, 0, PIECE));
+    uint64_t n = part(bytes_of(m->size), m->moved, part(room, 0, PIECE));
     copy_in(&l->to[m->peer], ring, size, written, m->at + m->moved, n);
     m->moved += n;
     atomic_store_explicit(&ring->written, written + n, memory_order_release);
-    if (m->moved == m->nbytes)
+    if (m->moved == bytes_of(m->size))
         m->done = 1;
     if (written + n != begin)
         ring_bell(rank_of(l, m->peer));
@@ -1064,7 +1083,7 @@ static void hand_out(Link *l, Early **at)
     Message *m = receiver(l, e->peer, e->head.tag, &others);
     if (!m || !e->whole || accept_message(l, e->peer, &e->head, m))
         return;
-    copy(m->at, e->bytes, m->nbytes);
+    copy(m->at, e->bytes, bytes_of(m->size));
     m->done = 1;
     *at = e->next;
     free(e);
@@ -1176,7 +1195,6 @@ static int move_messages(Link *l)
 
 static void add_message(Link *l, Message *m)
 {
-    m->nbytes = bytes_of(m->size);
     Message **end = &l->messages;
     while (*end)
         end = &(*end)->next;
@@ -1221,8 +1239,7 @@ static int listen_for_bell(Link *l, Message *m, Wait *w)
     atomic_thread_fence(memory_order_seq_cst);   /* pairs with the fence of ring_bell: one of the two sees what the other has stored */
     uint32_t heard = atomic_load(&me->bell);
     if (!move_once(l) && !(m && m->done)) {
-        double left = w->deadline - now();
-        futex_sleep(&me->bell, heard, left <= 0 ? 0 : left > 1e-3 * SLICE_MS ? 1e-3 * SLICE_MS : left);
+        futex_sleep(&me->bell, heard, slice(w));
         if (!move_once(l) && !(m && m->done)) {
             int gone, missing = find_gone(l, m, &gone);
             if (!move_once(l) && !(m && m->done))   /* after the check: a rank that is gone now may have sent before */
@@ -1490,14 +1507,17 @@ static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
         state = PyEval_SaveThread();
     for (uint64_t room = ring_size(l->ranks); moved && room && !m->done; room -= part(room, 0, PIECE))
         moved = move_messages(l);
+    int problem = 0;
     if (!m->done && !l->has_postman && !l->closing)
-        l->has_postman = !pthread_create(&l->postman, NULL, carry, l);
+        l->has_postman = !(problem = pthread_create(&l->postman, NULL, carry, l));
     if (!m->done)
         pthread_cond_signal(&l->posted);
-    int carried = m->done || l->has_postman || l->closing, problem = errno;
     unlock_post(l, state);
-    if (!carried)
+    if (problem) {
+        withdraw(l, m);
+        free(m);
         return PyErr_Format(PyExc_RuntimeError, "no thread could be started to carry messages: %s", strerror(problem));
+    }
     return PyLong_FromVoidPtr(m);
 }
 
@@ -1593,11 +1613,7 @@ static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
     pthread_mutex_unlock(&l->post);
     pthread_mutex_unlock(&l->lock);
     atomic_store(&rank_of(l, l->rank)->left, 1);
-    for (int r = 0; r < l->ranks; r++) {
-        atomic_fetch_add(&rank_of(l, r)->bell, 1);
-        futex_wake(&rank_of(l, r)->bell);
-    }
-    futex_wake(&control(l)->epoch);
+    wake_all(l);
     if (l->has_worker)
         pthread_join(l->worker, NULL);
     if (l->has_postman)
@@ -1606,21 +1622,13 @@ static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
-/* status() -> (why, blamed rank or -1, [number of meetings of each rank], [state letter of each process; ?: not here yet, L: left]) */
+/* status() -> (why, blamed rank or -1, [number of meetings of each rank], [letter_of each rank]) */
 static PyObject *link_status(Link *l, PyObject *Py_UNUSED(none))
 {
     PyObject *arrived = PyList_New(l->ranks), *states = PyList_New(l->ranks);
     for (int r = 0; r < l->ranks; r++) {
-        int64_t started;
-        char state = process_state(rank_of(l, r)->pid, &started);
-        if (!state)
-            state = '?';   /* it has not come yet */
         PyList_SetItem(arrived, r, PyLong_FromUnsignedLong(atomic_load(&rank_of(l, r)->arrived)));
-        if (atomic_load(&rank_of(l, r)->left))
-            state = 'L';
-        else if (is_dead(rank_of(l, r)))
-            state = 'X';
-        PyList_SetItem(states, r, PyUnicode_FromFormat("%c", state));
+        PyList_SetItem(states, r, PyUnicode_FromFormat("%c", letter_of(rank_of(l, r))));
     }
     uint32_t broken = atomic_load(&control(l)->broken);
     return Py_BuildValue("(iiNN)", (int)(broken >> 16), broken ? (int)(broken & 0xffff) : -1, arrived, states);

@@ -51,10 +51,11 @@ class Exchanges:
     def exchange(self, *both: Any) -> int:
         """Send one message while receiving another -> why, or 0. (address, size, to, address, size, from, tag, timeout)"""
         out, out_size, to, into, in_size, frm, tag, timeout = both
+        deadline = time.monotonic() + timeout
         handle = self.post(0, into, in_size, frm, tag)
         try:
             sent = self.message(1, out, out_size, to, tag, timeout)
-            got = self.settle(handle, timeout) if sent >= 0 else sent
+            got = self.settle(handle, max(0.0, deadline - time.monotonic())) if sent >= 0 else sent
             if got == -TIMED_OUT:   # otherwise the posted receive would go on
                 self.break_off(frm, TIMED_OUT)
         finally:
