@@ -1,5 +1,6 @@
 """A store that takes questions and says nothing, as one whose process is stopped: nobody waits for it without end."""
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import rankloom as rl
@@ -14,19 +16,22 @@ from patience import AT_ONCE
 from rankloom.world.cluster import find_topology
 from rankloom.world.debug import Fingerprint, Inspector
 from rankloom.world.transport import ask
-from rankloom.world.transport.meet import start_afresh, wait_for
+from rankloom.world.transport.meet import map_together, start_afresh, wait_for
+from rankloom.world.transport.nccl import Lane
+from rankloom.world.transport.router import DeviceRouter
 
 
-class Stopped:
+class Stopped(dist.Store):
     """A store that hears and does not answer."""
 
     def __init__(self):
+        super().__init__()
         self.goes_on = threading.Event()
 
     def wait(self, *_):
         self.goes_on.wait()
 
-    get = set = check = multi_get = wait
+    get = set = check = multi_get = add = wait
     timeout = timedelta(seconds=0.3)
 
 
@@ -60,6 +65,28 @@ def test_ranks_that_meet_do_not_wait_for_a_stopped_store(stopped):
     with pytest.raises(rl.RankLost, match=r"rank 1: the store of the job does not answer: .* is stopped, or its host is cut off"):
         wait_for(stopped, {"a": 0}, 1, 0.3)
     assert time.monotonic() - begin < AT_ONCE
+
+
+KERNELS = {"C": SimpleNamespace(segment_size=lambda size: 4096)}
+
+
+@pytest.mark.parametrize("first", [
+    lambda store: start_afresh(store, 0, 2, 0.3),
+    lambda store: map_together(store, 0, 2, KERNELS, 0.3),
+    lambda store: Lane._meet(SimpleNamespace(_ends=(0, 1), _rank=0, _store=store, _timeout=0.3)),
+    lambda store: in_front_of(store)._choose(SimpleNamespace(index=0), (0, 1)),
+], ids=["start", "memory", "nccl", "gpus"])
+def test_the_first_rank_does_not_wait_for_a_stopped_store_either(stopped, first, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="uuid"))
+    begin, descriptors = time.monotonic(), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(rl.RankLost, match=r"rank 0: the store of the job does not answer"):
+        first(stopped)
+    assert time.monotonic() - begin < AT_ONCE and len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def in_front_of(store):
+    """Rank 0 of two, which has yet to say which GPU it uses."""
+    return DeviceRouter(SimpleNamespace(rank=lambda: 0, size=lambda: 2, get_group_store=lambda: store), 0.3)
 
 
 def test_ranks_that_say_where_they_are_do_not_wait_for_a_stopped_store(stopped):

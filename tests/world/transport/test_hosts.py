@@ -644,3 +644,10 @@ def test_whoever_does_not_call_is_named():
     store.set("wire/1", "")
     with pytest.raises(RankLost, match="rank 0: rank\\(s\\) 1 did not connect in time"):
         dial_all(store, 0, 2, "127.0.0.1", 0.2)
+
+
+def test_a_new_time_out_counts_inside_each_host_too(ranks):
+    world = ranks("aab")
+    for group in world.groups:
+        group.set_timeout(seconds(3.0))
+    assert [(group.channel.timeout, group.channel.inside.timeout) for group in world.groups] == [(3.0, 3.0)] * 3

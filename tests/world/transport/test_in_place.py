@@ -1,6 +1,8 @@
 """What sharding does: gathers into the tensor that a slice is part of, sums into a slice of the input, tensors that exist once."""
 
 import gc
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 import rankloom as rl
 from conformance.ranks import BACKENDS, Ranks, make_ranks
-from rankloom.base.errors import ShapeMismatch
+from rankloom.base.errors import RankLost, ShapeMismatch
 from rankloom.world.group import Group
 from rankloom.world.transport import buffers, meet
 from rankloom.world.transport.codes import SUM
@@ -188,6 +190,31 @@ def test_memory_that_others_take_after_all_have_agreed_is_not_asked_for_again_by
         return world.common_buffer(1 << 10)[1]
 
     assert rl.simulate(2, body, backend="rankloom", timeout=20) == [True] * 2
+
+
+@pytest.mark.parametrize("hosts", [["a"] * 3, ["a", "b", "a"]], ids=["one host", "two hosts"])
+@pytest.mark.parametrize(("step", "failing", "error"), [
+    ("create_memory", 0, MemoryError("no room")), ("open_memory", 2, RankLost("not mine")), ("map_memory", 2, MemoryError("no room"))])
+def test_memory_that_one_rank_cannot_create_open_or_map_is_refused_on_all_and_no_file_stays_open(monkeypatch, hosts, step, failing, error):
+    world, real = Ranks(3, hosts=hosts), getattr(buffers, step)
+    before = len(os.listdir("/proc/self/fd"))
+
+    def fail(*args):
+        if threading.get_ident() == threads[failing]:
+            raise error
+        return real(*args)
+
+    def body(group, rank):
+        threads[rank] = threading.get_ident()
+        with pytest.raises(type(error), match=f"rank {rank}: buffer in group 'world', said rank .: .*{error}"):
+            group.buffer(7)
+        return group.all_reduce(torch.ones(1)).item()
+
+    threads = {}
+    monkeypatch.setattr(buffers, step, fail)
+    assert on_every_rank(world, body) == [3.0] * 3
+    assert len(os.listdir("/proc/self/fd")) == before
+    world.close()
 
 
 def mapped():

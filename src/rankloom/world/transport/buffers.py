@@ -7,6 +7,7 @@ Each piece is an open file of every rank as long as it is mapped.
 A common tensor is different: it exists once, and all ranks read and write it as their own. Collectives do not know of it.
 """
 
+import contextlib
 import ctypes
 import os
 import weakref
@@ -15,10 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.base.errors import ShapeMismatch
 from rankloom.world.open_files import make_room
 from rankloom.world.transport.channel import Channel
-from rankloom.world.transport.codes import BARRIER
 from rankloom.world.transport.free_memory import available_memory
 from rankloom.world.transport.meet import PAGE, Mapping, create_memory, map_memory, open_memory
 
@@ -38,7 +38,7 @@ class Buffers:
 
         The memory is given back when the tensor is gone.
         raises: on all ranks: MemoryError when there is not enough memory, ShapeMismatch when they ask for different sizes, ConfigError
-                when the process of a rank may open no more files
+                when the process of a rank may open no more files, RankLost when one cannot open the memory of another
         """
         numel = torch.Size(shape).numel()
         if not numel:
@@ -78,28 +78,25 @@ class Buffers:
         if stride * parts > memory:
             raise MemoryError(f"{channel.where('buffer')}: {stride * parts:,} bytes of shared memory were asked for "
                               f"({parts} x {stride:,}), {memory:,} are free on this host")
-        self._make_room([pid for *_, pid in asked].count(os.getpid()))
+        ranks = [pid for *_, pid in asked].count(os.getpid())   # of this process: they may be threads
+        # Each opens two files while a piece is mapped.
+        channel.do_together(lambda: make_room(2 * ranks, "a tensor in shared memory"), "buffer")
         taken = {number for _, _, numbers, _ in asked for number in numbers}
         return next((number for number in NUMBERS if number not in taken), 0)
 
-    def _make_room(self, ranks: int) -> None:
-        """Let this process open two files for each of its ranks, which may be threads: so many are open while a piece is mapped."""
-        problem = None
-        try:
-            make_room(2 * ranks, "a tensor in shared memory")
-        except ConfigError as error:
-            problem = error
-        self._channel.raise_together(problem, "buffer")
-
     def _map(self, nbytes: int) -> Mapping:
+        """New memory, created by the first rank. What one rank cannot do, all raise: MemoryError, ConfigError or RankLost."""
         channel = self._channel
-        descriptor = create_memory(nbytes) if channel.rank == 0 else -1
-        pid, number = channel.gather_json([os.getpid(), descriptor])[0]
-        mine = descriptor if channel.rank == 0 else open_memory(pid, number, nbytes)
-        mapping = map_memory(mine, nbytes)
-        channel.call(BARRIER)   # only now may the first rank close the descriptor that the others open
-        os.close(mine)
-        return mapping
+
+        def kept(descriptor: int) -> int:
+            files.callback(os.close, descriptor)
+            return descriptor
+
+        with contextlib.ExitStack() as files:   # the first rank must not close its own before the others have opened it
+            mine = channel.do_together(lambda: -1 if channel.rank else kept(create_memory(nbytes)), "buffer")
+            pid, number = channel.gather_json([os.getpid(), mine])[0]
+            opened = lambda: kept(open_memory(pid, number, nbytes)) if channel.rank else mine
+            return channel.do_together(lambda: map_memory(opened(), nbytes), "buffer")
 
     def _sweep(self) -> None:
         """Unmap pieces that were given back, unless a call may be reading them. The garbage collector may give back more, and call this."""

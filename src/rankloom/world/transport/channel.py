@@ -8,9 +8,9 @@ The kernel that runs it is _shared.c, or fallback.py if there was no compiler; a
 import contextlib
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from rankloom.world.transport.codes import (
 from rankloom.world.transport.meet import map_together
 from rankloom.world.transport.operands import BYTES, NUMBERS, OPS
 
+T = TypeVar("T")
 KERNELS: dict[str, Any] = {}   # the best first
 with contextlib.suppress(ImportError):   # no compiler when this was installed
     KERNELS["C"] = import_module("rankloom.world.transport._shared")
@@ -71,6 +72,10 @@ class Channel:
         weakref.finalize(self, self.link.leave)   # also at the end of the process: before the memory is unmapped, as `leave` uses it
         self.call(BARRIER)   # from here on the process numbers of the others are known
 
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long a call waits for the other ranks, from now on."""
+        self.timeout = seconds
+
     def call(self, kind: int, source: int = 0, target: int = 0, lengths: int = 0) -> None:
         """Run one collective that only moves bytes, now. raises: RankLost, CollectiveTimeout, CollectiveMismatch"""
         why = self.link.run(kind, BYTES, SUM, 0, source, target, lengths, self.timeout)
@@ -84,13 +89,21 @@ class Channel:
         all_texts = self._gather(torch.nn.functional.pad(mine, (0, max(lengths) - len(mine))))
         return [json.loads(bytes(text[:length].tolist())) for text, length in zip(all_texts, lengths)]
 
-    def raise_together(self, problem: MemoryError | ConfigError | DeviceError | None, label: str) -> None:
-        """Raise on all ranks what a rank could not do, if any could not; returns on all otherwise. A collective."""
-        kinds = {kind.__name__: kind for kind in (MemoryError, ConfigError, DeviceError)}
-        mine = [next(name for name, kind in kinds.items() if isinstance(problem, kind)), str(problem)[:400]] if problem else None
-        for rank, told in zip(self.ranks, self.gather_json(mine)):
+    def do_together(self, step: Callable[[], T], label: str) -> T:
+        """What `step()` returns on this rank, once it has returned on all; what it raises on one rank, all raise. A collective.
+
+        raises: MemoryError, ConfigError, DeviceError, RankLost
+        """
+        kinds = {kind.__name__: kind for kind in (MemoryError, ConfigError, DeviceError, RankLost)}
+        problem, made = None, None
+        try:
+            made = step()
+        except (*kinds.values(),) as error:
+            problem = [next(name for name, kind in kinds.items() if isinstance(error, kind)), str(error)[:400]]
+        for rank, told in zip(self.ranks, self.gather_json(problem)):
             if told:
                 raise kinds[told[0]](f"{self.where(label)}, said rank {rank}: {told[1]}")
+        return cast(T, made)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """[n] on each rank -> [ranks, n]"""

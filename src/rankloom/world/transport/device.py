@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rankloom.base.errors import DeviceError, ShapeMismatch
+from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import BARRIER
 
@@ -98,33 +98,26 @@ def share_memory(channel: Channel, device: Device, nbytes: int) -> tuple[list[Te
     The memory may have been used before, even by a group that was broken. So all ranks first finish their work on the device.
     raises: MemoryError, ShapeMismatch, DeviceError on all ranks or none
     """
-    where, mine, handle, problem = channel.where("buffer"), torch.empty(0, device="cpu"), "", None
     device.drain()
     channel.call(BARRIER)
-    try:
+    handle = ""
+
+    def export() -> Tensor:
+        nonlocal handle
         mine, handle = device.export(nbytes)
-    except (MemoryError, DeviceError) as error:
-        problem = error
+        return mine
+
     try:
+        mine = channel.do_together(export, "buffer")
         asked = channel.gather_json([nbytes, handle])
         if len({size for size, _ in asked}) > 1:
-            raise ShapeMismatch(f"{where}: ranks ask for different sizes, in bytes: {[size for size, _ in asked]}")
-        channel.raise_together(problem, "buffer")
-        return _open_all(channel, device, mine, [theirs for _, theirs in asked]), handle
-    except BaseException:   # nobody has submitted work on it yet
-        if handle:
+            raise ShapeMismatch(f"{channel.where('buffer')}: ranks ask for different sizes, in bytes: {[size for size, _ in asked]}")
+        return channel.do_together(lambda: [mine if rank == channel.rank else device.open(theirs, nbytes)
+                                            for rank, (_, theirs) in enumerate(asked)], "buffer"), handle
+    except BaseException:
+        if handle:   # nobody has submitted work on it yet
             device.give_back(handle)
         raise
-
-
-def _open_all(channel: Channel, device: Device, mine: Tensor, handles: Sequence[str]) -> list[Tensor]:
-    parts, problem = [], None
-    try:
-        parts = [mine if rank == channel.rank else device.open(handle, len(mine)) for rank, handle in enumerate(handles)]
-    except DeviceError as error:
-        problem = error
-    channel.raise_together(problem, "buffer")
-    return parts
 
 
 class Flags:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankloom.base.errors import ConfigError, ShapeMismatch
+from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport.address import own_address
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.call import Call, read_call
@@ -44,6 +44,11 @@ class HostsChannel(Channel):
         weakref.finalize(self, self.link.leave)
         self.call(BARRIER)
 
+    def set_timeout(self, seconds: float) -> None:
+        """See `Channel.set_timeout`: of calls inside the host, too."""
+        super().set_timeout(seconds)
+        self.inside.set_timeout(seconds)
+
     def gone(self) -> list[int]:
         """See `Channel.gone`. Returns what is known already, without asking the other ranks."""
         return self.link.gone()
@@ -61,13 +66,7 @@ class HostsBuffers(Buffers):
         asked = self._channel.gather_json([*shape, str(dtype)])
         if any(other != asked[0] for other in asked):
             raise ShapeMismatch(f"{self._channel.where('buffer')}: ranks ask for different buffers: {asked}")
-        problem, made = None, torch.empty(0, device="cpu")
-        try:
-            made = self._of_host.new(shape, dtype)
-        except (MemoryError, ConfigError) as error:
-            problem = error
-        self._channel.raise_together(problem, "buffer")
-        return made
+        return self._channel.do_together(lambda: self._of_host.new(shape, dtype), "buffer")
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """None: the ranks of several hosts cannot map the same memory."""

@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -84,13 +84,13 @@ def hear_all(store: dist.Store, what: str, rank: int, size: int, timeout: float,
     raises: RankLost naming the ranks that did not come within `timeout` seconds
     """
     keys, everything = {f"{what}/{other}": other for other in range(size)}, f"{what}, of all"
-    _ask(lambda: store.set(f"{what}/{rank}", mine), rank, timeout)
+    ask_store(lambda: store.set(f"{what}/{rank}", mine), rank, timeout)
     if rank:
         wait_for(store, keys, rank, timeout, until=everything)
-        return json.loads(_ask(lambda: store.get(everything), rank, timeout))   # type: ignore[no-any-return]
+        return json.loads(ask_store(lambda: store.get(everything), rank, timeout))   # type: ignore[no-any-return]
     wait_for(store, keys, rank, timeout)
-    told = [text.decode() for text in _ask(lambda: store.multi_get([*keys]), rank, timeout)]
-    _ask(lambda: store.set(everything, json.dumps(told)), rank, timeout)
+    told = [text.decode() for text in ask_store(lambda: store.multi_get([*keys]), rank, timeout)]
+    ask_store(lambda: store.set(everything, json.dumps(told)), rank, timeout)
     return told
 
 
@@ -102,14 +102,14 @@ def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dis
     raises: RankLost naming the ranks that did not come within `timeout` seconds; ConfigError if one counts other ranks than rank 0
     """
     if rank == 0:
-        return _lead(store, size, timeout)
+        return ask_store(lambda: _lead(store, size, timeout), rank, timeout)
     word = secrets.token_hex(8)
-    _ask(lambda: store.set(f"word/{rank}", word), rank, timeout)
+    ask_store(lambda: store.set(f"word/{rank}", word), rank, timeout)
     wait_for(store, {f"part/{word}": 0}, rank, timeout)
-    part = dist.PrefixStore(_ask(lambda: store.get(f"part/{word}"), rank, timeout).decode(), store)
-    _ask(lambda: part.set(f"came/{rank}", str(size)), rank, timeout)
+    part = dist.PrefixStore(ask_store(lambda: store.get(f"part/{word}"), rank, timeout).decode(), store)
+    ask_store(lambda: part.set(f"came/{rank}", str(size)), rank, timeout)
     wait_for(part, {f"came/{other}": other for other in range(1, size)}, rank, timeout, until=ALL_CAME)
-    if problem := _ask(lambda: part.get(ALL_CAME), rank, timeout).decode():
+    if problem := ask_store(lambda: part.get(ALL_CAME), rank, timeout).decode():
         raise ConfigError(problem)
     return part
 
@@ -161,10 +161,12 @@ def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float,
         raise _absent(rank, silent, timeout) from error
 
 
-def _ask(question: Callable[[], T], rank: int, timeout: float) -> T:
-    """`ask` something that waits for no other rank. raises: RankLost"""
+def ask_store(question: Callable[[], T], rank: int, timeout: float) -> T:
+    """`ask` something that does not wait in the store for another rank. raises: RankLost"""
     try:
         return ask(question, timeout)
+    except RankLost:   # a RuntimeError, too
+        raise
     except TimeoutError as error:
         raise RankLost(f"rank {rank}: {error}") from None
     except RuntimeError as error:
@@ -259,48 +261,53 @@ def map_together(store: dist.Store, rank: int, size: int, kernels: dict[str, Any
     returns: the memory, the kernel, and how many different cores the ranks may use; each rank may be pinned to some
     raises:  ConfigError if this process lacks that kernel, MemoryError if memory is short; if either happens, RankLost on all others
     """
-    try:
-        mapping, descriptor, kernel = _join(store, rank, size, kernels, timeout) if rank else _create(store, size, kernels)
-    except Exception as error:   # not hidden: the ranks that wait are told
-        with contextlib.suppress(RuntimeError):   # if the store is gone, the others notice that themselves
-            for what in ("memory", "mapped"):
-                store.set(f"{what}/{rank}", json.dumps(str(error)))
-        raise
-    try:
+    with contextlib.ExitStack() as files:   # needed until all have mapped them
+        try:
+            mapping, kernel = _join(store, rank, size, kernels, timeout, files) if rank else _create(store, size, kernels, timeout, files)
+        except Exception as error:
+            _tell_why(str(error), store, rank, timeout)
+            raise
         cores = _understood(hear_all(store, "mapped", rank, size, timeout, json.dumps(sorted(os.sched_getaffinity(0)))), rank)
-    finally:
-        os.close(descriptor)   # not needed any more
     return mapping, kernel, len(set().union(*cores))
 
 
-def _create(store: dist.Store, size: int, kernels: dict[str, Any]) -> tuple[Mapping, int, str]:
+def _tell_why(problem: str, store: dist.Store, rank: int, timeout: float) -> None:
+    """Tell the ranks that wait for this one. If the store is gone, they notice that themselves."""
+    with contextlib.suppress(RankLost):
+        for key in (f"memory/{rank}", f"mapped/{rank}"):
+            ask_store(partial(store.set, key, json.dumps(problem)), rank, timeout)
+
+
+def _create(store: dist.Store, size: int, kernels: dict[str, Any], timeout: float, files: contextlib.ExitStack) -> tuple[Mapping, str]:
     kernel = next(iter(kernels))
     nbytes = kernels[kernel].segment_size(size)
     expect_memory(nbytes)
     descriptor = create_memory(nbytes)
+    files.callback(os.close, descriptor)
     mapping = map_memory(descriptor, nbytes)
-    store.set("memory/0", json.dumps([os.getpid(), descriptor, kernel]))
-    return mapping, descriptor, kernel
+    ask_store(lambda: store.set("memory/0", json.dumps([os.getpid(), descriptor, kernel])), 0, timeout)
+    return mapping, kernel
 
 
-def _join(store: dist.Store, rank: int, size: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, int, str]:
+def _join(store: dist.Store, rank: int, size: int, kernels: dict[str, Any], timeout: float,
+          files: contextlib.ExitStack) -> tuple[Mapping, str]:
     wait_for(store, {"memory/0": 0}, rank, timeout)
-    pid, number, kernel = _understood([store.get("memory/0")], rank)[0]
+    pid, number, kernel = _understood([ask_store(lambda: store.get("memory/0"), rank, timeout)], rank)[0]
     if kernel not in kernels:
         raise ConfigError(f"rank {rank}: rank 0 uses the part of rankloom written in {kernel}, which this installation lacks; "
                           "install both alike (a C compiler must be there)")
     nbytes = kernels[kernel].segment_size(size)
     descriptor = open_memory(pid, number, nbytes)
-    return map_memory(descriptor, nbytes), descriptor, kernel
+    files.callback(os.close, descriptor)
+    return map_memory(descriptor, nbytes), kernel
 
 
 def map_memory(descriptor: int, nbytes: int) -> Mapping:
-    """Map the memory; if that fails, close its descriptor."""
+    """Map the memory; the mapping has a descriptor of its own. raises: MemoryError when the system does not allow it"""
     try:
         return Mapping(descriptor, nbytes)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    except OSError as error:
+        raise MemoryError(f"{nbytes:,} bytes of shared memory cannot be mapped: {error.strerror}") from error
 
 
 def _understood(told: Sequence[str | bytes], rank: int) -> list[Any]:

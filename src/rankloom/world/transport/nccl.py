@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import CollectiveTimeout, ConfigError
-from rankloom.world.transport.meet import wait_for
+from rankloom.world.transport.meet import ask_store, wait_for
 from rankloom.world.transport.work import Work
 
 CUDA = torch.device("cuda")
@@ -127,7 +127,7 @@ class Lane:
     def _meet(self) -> None:
         """Connect, and pass one message, not after the caller's work: the first message blocks both ends until both are there."""
         here = self._ends.index(self._rank)
-        self._store.set(f"end {here}", "")
+        ask_store(lambda: self._store.set(f"end {here}", ""), self._rank, self._timeout)
         wait_for(self._store, {f"end {1 - here}": self._ends[1 - here]}, self._rank, self._timeout)
         self.group = nccl_group(self._store, here, 2, self._timeout)
         self._pass([torch.empty(1, device=self._device)])

@@ -111,7 +111,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set how long a call waits for the other ranks, from now on."""
-        self.channel.timeout = timeout.total_seconds()
+        self.channel.set_timeout(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
 

@@ -27,7 +27,7 @@ from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport.cuda import CudaDevice
 from rankloom.world.transport.device_group import DeviceGroup, listed_tensors
 from rankloom.world.transport.forms import SECOND, first_form, in_either_form
-from rankloom.world.transport.meet import this_host, wait_for
+from rankloom.world.transport.meet import ask_store, this_host, wait_for
 from rankloom.world.transport.nccl import CUDA, Nccl
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.through_host import ThroughHost
@@ -116,7 +116,8 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
                                     "far; one rank of a group uses one device")
             if self._device is None:
                 self._device = device
-                self._tell(GpuPlace(this_host(), str(torch.cuda.get_device_properties(device).uuid), os.getpid()))
+                place = GpuPlace(this_host(), str(torch.cuda.get_device_properties(device).uuid), os.getpid())
+                ask_store(lambda: self._tell(place), self.rank(), self._timeout)
             kind = choose_carrier(self._find(ranks or range(self.size())))
             if kind not in self._carriers:
                 self._carriers[kind] = self._make(kind, device)
@@ -139,10 +140,12 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
         missing = {f"place/{rank}": rank for rank in ranks if rank not in self._places}
         if missing and len({*ranks}) == self.size():
             wait_for(self._store, missing, self.rank(), self._timeout, until=ALL_PLACES)
-            self._places = {rank: GpuPlace(**told) for rank, told in enumerate(json.loads(self._store.get(ALL_PLACES)))}
+            places = json.loads(ask_store(lambda: self._store.get(ALL_PLACES), self.rank(), self._timeout))
+            self._places = {rank: GpuPlace(**told) for rank, told in enumerate(places)}
         elif missing:
             wait_for(self._store, missing, self.rank(), self._timeout)
-            self._places |= {rank: GpuPlace(**json.loads(self._store.get(key))) for key, rank in missing.items()}
+            texts = ask_store(lambda: self._store.multi_get([*missing]), self.rank(), self._timeout)
+            self._places |= {rank: GpuPlace(**json.loads(text)) for rank, text in zip(missing.values(), texts)}
         return [self._places[rank] for rank in ranks]
 
     def _make(self, kind: str, device: torch.device) -> Any:
