@@ -17,7 +17,7 @@ import rankloom as rl
 from conformance.ranks import BACKENDS, Ranks, make_group, make_ranks, seconds
 from patience import AT_ONCE, threads_of_this_process, wait_until
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, NotContiguous, RankloomError, RankLost, ShapeMismatch
-from rankloom.world.transport import meet
+from rankloom.world.transport import memory
 
 
 @pytest.fixture(params=BACKENDS)
@@ -589,7 +589,7 @@ def test_a_group_leaves_no_file_no_thread_no_descriptor_and_no_memory_behind():
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_share_memory_tells_the_others_why(failing):
     """Here it has too little; in life it may lack the compiled part, or belong to another user."""
-    real, store = meet.Mapping, dist.HashStore()
+    real, store = memory.Mapping, dist.HashStore()
 
     def mapping(descriptor, nbytes):
         if int(threading.current_thread().name) == failing:
@@ -604,7 +604,7 @@ def test_a_rank_that_cannot_share_memory_tells_the_others_why(failing):
         except (MemoryError, RankLost) as error:
             errors[rank] = error
 
-    with mock.patch.object(meet, "Mapping", mapping):
+    with mock.patch.object(memory, "Mapping", mapping):
         threads = [threading.Thread(target=join, args=(rank,), name=str(rank)) for rank in range(3)]
         for thread in threads:
             thread.start()

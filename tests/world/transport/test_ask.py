@@ -16,7 +16,8 @@ from patience import AT_ONCE
 from rankloom.world.cluster import find_topology
 from rankloom.world.debug import Fingerprint, Inspector
 from rankloom.world.transport import ask
-from rankloom.world.transport.meet import map_together, start_afresh, wait_for
+from rankloom.world.transport.meet import start_afresh, wait_for
+from rankloom.world.transport.memory import map_together
 from rankloom.world.transport.nccl import Lane
 from rankloom.world.transport.router import DeviceRouter
 

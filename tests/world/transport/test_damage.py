@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rankloom.base.errors import ConfigError, RankLost
-from rankloom.world.transport import channel, meet
+from rankloom.world.transport import channel, memory
 from rankloom.world.transport.codes import ALL_REDUCE, BROADCAST, DAMAGED
 
 compiled = channel.KERNELS.get("C")
@@ -146,10 +146,10 @@ def test_the_error_names_the_damaged_rank():
 
 
 def test_memory_that_ranks_share_cannot_be_cut_short():
-    descriptor = meet.create_memory(2 * meet.PAGE)
+    descriptor = memory.create_memory(2 * memory.PAGE)
     try:
-        mine = meet.open_memory(os.getpid(), descriptor, 2 * meet.PAGE)
-        for nbytes in (0, meet.PAGE, 4 * meet.PAGE):
+        mine = memory.open_memory(os.getpid(), descriptor, 2 * memory.PAGE)
+        for nbytes in (0, memory.PAGE, 4 * memory.PAGE):
             with pytest.raises(PermissionError):
                 os.ftruncate(mine, nbytes)
         os.close(mine)
@@ -158,10 +158,10 @@ def test_memory_that_ranks_share_cannot_be_cut_short():
 
 
 def test_memory_that_is_too_small_is_refused_with_both_sizes():
-    descriptor = meet.create_memory(meet.PAGE)
+    descriptor = memory.create_memory(memory.PAGE)
     try:
-        with pytest.raises(ConfigError, match=rf"has {meet.PAGE} bytes, expected {2 * meet.PAGE}; do all ranks run the same version"):
-            meet.open_memory(os.getpid(), descriptor, 2 * meet.PAGE)
+        with pytest.raises(ConfigError, match=rf"has {memory.PAGE} bytes, expected {2 * memory.PAGE}; do all ranks run the same version"):
+            memory.open_memory(os.getpid(), descriptor, 2 * memory.PAGE)
     finally:
         os.close(descriptor)
 

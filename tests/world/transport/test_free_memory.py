@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from conformance.ranks import make_group
 from rankloom.world.transport.free_memory import available_memory
-from rankloom.world.transport.meet import expect_memory
+from rankloom.world.transport.memory import expect_memory
 
 MIB = 1 << 20
 UNLIMITED_V1 = "9223372036854771712"
@@ -71,12 +71,12 @@ def test_no_limit_of_version_1_is_none(tmp_path):
 
 
 def test_shared_memory_above_the_limit_is_refused_before_anybody_touches_it(monkeypatch):
-    monkeypatch.setattr("rankloom.world.transport.meet.available_memory", lambda: MIB)
+    monkeypatch.setattr("rankloom.world.transport.memory.available_memory", lambda: MIB)
     with pytest.raises(MemoryError, match="2,097,152 bytes of shared memory were asked for, 1,048,576 are free"):
         expect_memory(2 * MIB)
 
 
 def test_a_group_is_refused_where_its_own_memory_is_not_free(monkeypatch):
-    monkeypatch.setattr("rankloom.world.transport.meet.available_memory", lambda: MIB)
+    monkeypatch.setattr("rankloom.world.transport.memory.available_memory", lambda: MIB)
     with pytest.raises(MemoryError, match="bytes of shared memory were asked for, 1,048,576 are free"):
         make_group(dist.HashStore(), 0, 1)

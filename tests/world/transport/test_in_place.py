@@ -12,7 +12,8 @@ import rankloom as rl
 from conformance.ranks import BACKENDS, Ranks, make_ranks
 from rankloom.base.errors import RankLost, ShapeMismatch
 from rankloom.world.group import Group
-from rankloom.world.transport import buffers, meet
+from rankloom.world.transport import buffers
+from rankloom.world.transport import memory as shared
 from rankloom.world.transport.codes import SUM
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -186,7 +187,7 @@ def test_memory_that_others_take_after_all_have_agreed_is_not_asked_for_again_by
 
     def body(world):
         world.barrier()
-        monkeypatch.setattr(meet, "available_memory", lambda: 0)        # a moment later
+        monkeypatch.setattr(shared, "available_memory", lambda: 0)        # a moment later
         return world.common_buffer(1 << 10)[1]
 
     assert rl.simulate(2, body, backend="rankloom", timeout=20) == [True] * 2

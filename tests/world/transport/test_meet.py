@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 import rankloom as rl
-from patience import AT_ONCE
+from patience import AT_ONCE, STARTED
 from rankloom.base.errors import RankLost
 from rankloom.world import connect
 from rankloom.world.connect import World
 from rankloom.world.transport import process_group
-from rankloom.world.transport.meet import hear_all, map_together, name_of, start_afresh, unset_keys
+from rankloom.world.transport.meet import hear_all, name_of, start_afresh, unset_keys
+from rankloom.world.transport.memory import map_together
 from rankloom.world.transport.process_group import SharedMemoryGroup
 
 P = 3
@@ -172,7 +173,7 @@ def test_torchs_groups_may_be_built_anew_over_one_store():
 
 FILES_OF_A_PAGE = """
 import resource
-from rankloom.world.transport.meet import create_memory
+from rankloom.world.transport.memory import create_memory
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     create_memory(8192)
@@ -183,5 +184,5 @@ except MemoryError as error:
 
 def test_a_limit_on_the_size_of_files_is_named_where_it_limits_memory():
     """Python ignores the signal that the kernel sends first."""
-    said = subprocess.run([sys.executable, "-c", FILES_OF_A_PAGE], capture_output=True, text=True, check=True, timeout=AT_ONCE).stdout
+    said = subprocess.run([sys.executable, "-c", FILES_OF_A_PAGE], capture_output=True, text=True, check=True, timeout=STARTED).stdout
     assert said.startswith("8,192 bytes of shared memory are more than this process may write to a file: raise the limit (ulimit -f)")

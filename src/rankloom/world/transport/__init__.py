@@ -1,15 +1,17 @@
-"""The torch backend "rankloom": ranks of one host exchange tensors through memory that all of them map.
+"""The torch backend "rankloom": ranks of one host exchange tensors through memory that all of them map; between hosts they use TCP.
 
-    _shared.c         the collectives and messages, on pointers
-    fallback.py       the same in Python, for hosts without a compiler, and to read; with fallback_peers.py and fallback_messages.py
-    codes.py          the numbers that callers and kernels share: kinds of calls, operations, reasons of failure
-    meet.py           which ranks are here now, and which share a host; the segment of memory that these share, which has no name
-    free_memory.py    how much memory may be taken
-    channel.py        one rank's end: calls, background calls, and the text of errors
-    buffers.py        memory that all ranks map, to reduce in place
-    operands.py       any tensor -> contiguous bytes and a number type, and back
-    process_group.py  torch's whole ProcessGroup interface, on a channel
-    router.py         CPU and CUDA tensors in one process group; for CUDA tensors of ranks that share a GPU: device_group.py, with
-                      rounds.py, parcels.py and arithmetic.py, on the interface of device.py, which cuda.py implements
-    backend.py        the registration with torch
+    torch's call     process_group.py (forms.py, operands.py, sparse.py, profiled.py) returns work.py; if there is CUDA,
+                     router.py is in front of it
+    one rank's end   channel.py: a link, and the text of its errors; buffers.py: memory that all ranks map
+    links            one host: _shared.c, or in Python, to read and for hosts without a compiler, fallback.py (collectives),
+                     fallback_messages.py, fallback_peers.py (what the ranks share)
+                     several hosts: hosts.py, with levels.py and standing.py (collectives), wire.py, lines.py and dial.py (messages)
+                     codes.py: the numbers that callers and links share
+                     the links in Python share call.py (a call as a value) and turns.py (one call after the other)
+    one shared GPU   device_group.py, with rounds.py (collectives), parcels.py (messages) and arithmetic.py, on the interface of
+                     device.py, which cuda.py implements (cuda_driver.py, cuda_sum.py)
+    other GPUs       nccl.py: one for each rank; through_host.py: some ranks share one
+    the start        backend.py and plugin.py: the registration with torch; meet.py, ask.py and address.py: which ranks are here, and
+                     where; memory.py and free_memory.py: the memory that the ranks of a host share
+    the short way    at_once.py: from world/group.py straight to the link
 """

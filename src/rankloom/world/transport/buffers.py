@@ -1,7 +1,7 @@
 """Memory that all ranks of a group map: tensors that collectives read and write in place.
 
-A piece has a part for each rank, and a number from 1 to 63 that is free on all ranks. In each call every rank tells which pieces
-it still maps, so a piece that one rank has given back is not used any more. A piece that a call may be reading is given back later.
+A piece has a part for each rank, and a number from 1 to 63 that is free on all ranks. Every call tells which pieces each rank still
+maps. A piece is read in place only if all map it, else it is staged. One that is dropped while a call runs is unmapped after it.
 Each piece is an open file of every rank as long as it is mapped.
 
 A common tensor is different: it exists once, and all ranks read and write it as their own. Collectives do not know of it.
@@ -20,9 +20,9 @@ from rankloom.base.errors import ShapeMismatch
 from rankloom.world.open_files import make_room
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.free_memory import available_memory
-from rankloom.world.transport.meet import PAGE, Mapping, create_memory, map_memory, open_memory
+from rankloom.world.transport.memory import PAGE, Mapping, create_memory, map_memory, open_memory
 
-NUMBERS = range(1, 64)
+REGIONS = range(1, 64)
 
 
 class Buffers:
@@ -82,7 +82,7 @@ class Buffers:
         # Each opens two files while a piece is mapped.
         channel.do_together(lambda: make_room(2 * ranks, "a tensor in shared memory"), "buffer")
         taken = {number for _, _, numbers, _ in asked for number in numbers}
-        return next((number for number in NUMBERS if number not in taken), 0)
+        return next((number for number in REGIONS if number not in taken), 0)
 
     def _map(self, nbytes: int) -> Mapping:
         """New memory, created by the first rank. What one rank cannot do, all raise: MemoryError, ConfigError or RankLost."""

@@ -32,7 +32,7 @@ from rankloom.world.transport.codes import (
     TIMED_OUT,
     WRONG_LENGTH,
 )
-from rankloom.world.transport.meet import map_together
+from rankloom.world.transport.memory import map_together
 from rankloom.world.transport.operands import BYTES, NUMBERS, OPS
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class Channel:
         self.link.break_off(self.rank, ABORTED)
 
     def give_up_on(self, peer: int) -> None:
-        """End every wait of every rank: `peer` did not come in time, or if this rank waited for any rank, none did."""
+        """Break the group with a time-out that blames `peer`; for -1 (a receive from any rank) it blames all others."""
         self.link.break_off(self._number_of(peer), TIMED_OUT)
 
     def gone(self) -> list[int]:
