@@ -14,7 +14,7 @@ from conformance.ranks import Ranks
 from patience import AT_ONCE
 from rankloom.base.errors import CollectiveTimeout
 from rankloom.world.transport.through_host import HostWork
-from rankloom.world.transport.work import DONE, FEW, InFlight
+from rankloom.world.transport.work import DONE, FEW, Unwatched
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ class Looked:
 
 
 def test_many_works_in_flight_are_looked_at_seldom_and_few_each_time():
-    flight, works = InFlight(), [Looked() for _ in range(4096)]
+    flight, works = Unwatched(), [Looked() for _ in range(4096)]
     for number, work in enumerate(works):
         flight.add(work)
         if number == FEW:

@@ -61,7 +61,8 @@ class AtOnce:
     def _move(self, kind: int, x: Tensor, out: Tensor | None, nbytes: int, home: int, label: str, *, op: int = SUM) -> Tensor | None:
         """From `x` to `out`, if possible; a share of `nbytes` goes to each other rank.
 
-        home: the distance from `x` to `out` at which they may overlap, because only this rank reads or writes what they share
+        home: `out` may overlap `x` if it begins exactly this many bytes after it: then what they share is this rank's own slice, which
+              no other rank reads or writes
         """
         number = NUMBERS.get(x.dtype)
         if out is None or number is None or not _is_plain(x) or expects_gradient(x):

@@ -13,16 +13,21 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from rankloom.world.transport.codes import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from rankloom.world.transport.codes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BARRIER, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 from rankloom.world.transport.fallback_peers import memory_at
 from rankloom.world.transport.operands import NUMBERS
 
-KEPT = 32 << 20   # bytes of the largest piece of scratch memory that is kept for reuse
+LARGEST = 32 << 20   # bytes of the largest piece of scratch memory that is kept for reuse
 EMPTY = np.empty(0, np.uint8)
 DTYPES = list(NUMBERS)
 Said = tuple[int, int, int, int, int]
 Spans = list[tuple[int, int]]
-OWN_LENGTHS = (ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, REDUCE_SCATTER)   # each pair of ranks may have another length
+EACH = -1         # a lane for each rank
+LANES = {         # read by the root and by others, written by the root and by others; without a root all are alike
+    ALL_REDUCE: (1, 1, 1, 1), REDUCE: (1, 1, 1, 0), BROADCAST: (1, 0, 0, 1), ALL_GATHER: (1, 1, EACH, EACH), GATHER: (1, 1, EACH, 0),
+    REDUCE_SCATTER: (EACH, EACH, 1, 1), SCATTER: (EACH, 0, 1, 1), ALL_TO_ALL: (EACH, EACH, EACH, EACH), BARRIER: (1, 1, 1, 1)}
+DEALT = tuple(kind for kind, (by_root, *_) in LANES.items() if by_root == EACH)   # whose slots hold another lane for each rank
+OWN_LENGTHS = tuple(kind for kind, lanes in LANES.items() if EACH in lanes)   # each pair of ranks may have another length
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,7 @@ class Call:
         return self.said[3]
 
     def lengths(self, size: int) -> list[int]:
-        """For each rank the length that this one has for it, then the length that it expects from each; -1: nothing.
-
-        Empty if all lengths are the same anyway.
-        """
+        """Bytes for rank 0, 1, ..., then bytes expected from rank 0, 1, ...; -1: nothing. Empty where `said` fixes the length."""
         if self.kind not in OWN_LENGTHS:
             return []
         has, expects = [x.size for x in self.inputs], [x.size for x in self.outputs]
@@ -78,9 +80,7 @@ def read_spans(rank: int, size: int, said: Sequence[int], source: int, target: i
     These are the arguments of a kernel: kind, number, op and root; addresses to read and to write; lengths.
     """
     kind, number, op, root = said
-    in_lanes = {BROADCAST: int(rank == root), SCATTER: size * (rank == root), REDUCE_SCATTER: size, ALL_TO_ALL: size}.get(kind, 1)
-    is_heard = rank == root if kind in (REDUCE, GATHER) else not (kind == BROADCAST and rank == root)
-    out_lanes = (size if kind in (ALL_GATHER, GATHER, ALL_TO_ALL) else 1) * is_heard
+    in_lanes, out_lanes = (size if lanes == EACH else lanes for lanes in LANES[kind][0 if rank == root else 1::2])
     if isinstance(lengths, bytes):
         in_at, in_len, out_at, out_len = np.frombuffer(lengths, np.uint64).reshape(4, size).tolist()
     else:
@@ -107,7 +107,7 @@ class Scratch:
     def take(self, nbytes: int) -> np.ndarray:
         """Uninitialized bytes."""
         size = 1 << max(nbytes - 1, 1).bit_length()
-        if size > KEPT:
+        if size > LARGEST:
             return np.empty(nbytes, np.uint8)
         free = self._free.setdefault(size, [])
         block = free.pop() if free else bytearray(size)

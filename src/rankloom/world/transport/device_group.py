@@ -116,7 +116,7 @@ class DeviceGroup(SharedMemoryGroup):
 
 
 class DeviceWork(Work):
-    """Work that has been submitted to the device. is_awaited: the caller's queue waits for it already, as the call was to end at once"""
+    """Work that has been submitted to the device. is_awaited: the call was blocking, and the caller's queue already waits for it"""
 
     def __init__(self, device: Device, ending: Ending, result: Sequence[Tensor], is_awaited: bool):
         super().__init__(result)

@@ -23,10 +23,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rankloom.world.transport.call import OWN_LENGTHS, Call, read_call
+from rankloom.world.transport.call import DEALT, OWN_LENGTHS, Call, read_call
 from rankloom.world.transport.codes import (
     ALL_REDUCE,
-    ALL_TO_ALL,
     AVG,
     BAND,
     BOR,
@@ -66,7 +65,7 @@ class Windows:
             return self._perform(call)
 
     def _perform(self, call: Call) -> int:
-        lanes = self._peers.ranks if call.kind in (REDUCE_SCATTER, SCATTER, ALL_TO_ALL) else 1   # one for each rank, or the same for all
+        lanes = self._peers.ranks if call.kind in DEALT else 1   # one for each rank, or the same for all
         deadline, lane = time.monotonic() + call.timeout, max(LANE, self._window // lanes // LANE * LANE)
         why, begin, longest = self._peers.why(), 0, 0
         while not why and (begin == 0 or begin < longest):

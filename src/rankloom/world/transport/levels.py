@@ -50,6 +50,9 @@ JOIN = (np.add, np.add, np.multiply, np.minimum, np.maximum, np.bitwise_and, np.
 NUMPY = {dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in DTYPES if dtype not in NARROW}
 
 
+END = object()     # what `next` gives when a work has no more parts
+
+
 class Broken(Exception):
     """The group broke during a call."""
 
@@ -129,7 +132,7 @@ class Levels:
         _in_turns(self._all_reduce(call, x[at:at + step], out[at:at + step]) for at in range(0, max(x.size, 1), step))
 
     def _all_reduce(self, call: Call, x: np.ndarray, out: np.ndarray) -> Iterator[None]:
-        """One window. Yields twice, while bytes travel between the hosts."""
+        """One window, in three parts: see `_in_turns`."""
         sums = self._sum_inside(call, self._shares(x, call.dtype.itemsize))
         shares = self._shares(out, call.dtype.itemsize)
         if self.my.team:
@@ -139,7 +142,7 @@ class Levels:
         self._inside(ALL_GATHER, [shares[self.my.place]], shares)
 
     def _sum_of_team(self, call: Call, sums: np.ndarray, out: np.ndarray, *, is_small: bool) -> Iterator[None]:
-        """All ranks of the team get the sum of what they have. Yields twice."""
+        """All ranks of the team get the sum of what they have, in three parts."""
         m = len(self.my.team)
         whole = is_small or (m == 2 and sums.itemsize == call.dtype.itemsize)   # two ranks send as many bytes either way
         parts = [sums] * m if whole else cut_in_units(sums, m)
@@ -197,8 +200,8 @@ class Levels:
         """Write the sum of the pieces of all hosts, once they have arrived, to `out`, in the call's number type."""
         self._settle(moving)
         home = None if call.dtype in NARROW else out.view(NUMPY[call.dtype])
-        # Otherwise to one of the first two pieces, but not to this rank's own, which may be the input.
-        total = _join(call.op, pieces, home if len(pieces) == 2 else pieces[self.my.here == 0])
+        received = pieces[1 if self.my.here == 0 else 0]   # this rank's own may be the caller's input
+        total = _join(call.op, pieces, home if len(pieces) == 2 else received)
         if call.op == AVG and total.dtype.kind == "f":   # whole numbers are divided where torch has them
             np.divide(total, self._wire.size, out=total)
         if home is None:
@@ -348,17 +351,20 @@ MAKE: dict[int, Callable[[Levels, Call], None]] = {
 
 
 def _join(op: int, pieces: Sequence[np.ndarray], into: np.ndarray | None = None) -> np.ndarray:
-    """pieces[0] op pieces[1] op ..., in this order. into: where to write it, maybe one of the first two pieces; by default the first"""
+    """pieces[0] op pieces[1] op ..., in this order.
+
+    into: the output, by default pieces[0]; it may be pieces[1], but no later one, which would be overwritten before it is read
+    """
     into = pieces[0] if into is None else into
     return reduce(lambda a, b: JOIN[op](a, b, out=into), pieces)
 
 
 def _in_turns(works: Iterable[Iterator[None]]) -> None:
-    """Start one work after the other, and each time move all works in flight one step further."""
+    """Run works that each have three parts: part k of a window runs beside part k + 1 of the one before. Bytes travel in between."""
     waiting, under_way = iter(works), []
     while True:
         if work := next(waiting, None):
             under_way.append(work)
         elif not under_way:
             return
-        under_way = [work for work in under_way if next(work, Broken) is not Broken]
+        under_way = [work for work in under_way if next(work, END) is not END]

@@ -33,7 +33,7 @@ class Message:
     size: int                        # the same at both ends: see codes.py
     moved: int = 0                   # the sender also counts the header
     done: bool = False
-    heir: "Message | None" = None    # the receive that gets this message, if it was put aside
+    heir: "Message | None" = None    # the receive that was posted after this came, to which it is copied once it is complete
 
     def matches(self, kind: int, peer: int, tag: int) -> bool:
         """Whether this receive takes such a message, or this message fits such a receive."""

@@ -24,7 +24,7 @@ BYTES = NUMBERS[torch.uint8]
 _OF_PAIRS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}   # torch may send pairs
 _DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
 SIZE_TYPE = {dtype: NUMBERS.get(_OF_PAIRS.get(dtype, dtype), BYTES) << NUMBER_AT for dtype in _DTYPES}
-"""For the size of a message (codes.py): what stands for its dtype."""
+"""Added to the byte count of a message, so that two dtypes of as many bytes have different `size`s (codes.py)."""
 _Op: Any = dist.ReduceOp.RedOpType
 OPS = {_Op.SUM: SUM, _Op.AVG: AVG, _Op.PRODUCT: PRODUCT, _Op.MIN: MIN, _Op.MAX: MAX, _Op.BAND: BAND, _Op.BOR: BOR, _Op.BXOR: BXOR}
 REDUCTIONS = {"mean": _Op.SUM, "sum": _Op.SUM, "max": _Op.MAX, "min": _Op.MIN, "product": _Op.PRODUCT}   # a mean: see `reduction`
@@ -162,7 +162,8 @@ def _refuse_shared_places(x: Tensor, label: str) -> None:
 def untouched(given: Tensor, target: Tensor, rank: int = -1) -> Tensor:
     """`given`, or a copy of it if writing `target` would change it before it is read.
 
-    rank: this rank, if the smaller may be the rank-th share of the larger, which NCCL calls in place; -1: just before it, no overlap
+    rank: the one overlap allowed: the smaller tensor is exactly slice number `rank` of the larger (NCCL's "in place"). -1 allows none:
+          that slice would lie just before it
     """
     small, large = (given, target) if given.nbytes <= target.nbytes else (target, given)
     behind = small.data_ptr() - large.data_ptr()

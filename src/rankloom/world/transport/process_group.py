@@ -40,10 +40,10 @@ from rankloom.world.transport.meet import find_neighbours, name_of
 from rankloom.world.transport.operands import BYTES, Finish, countable, dense, dense_output, number_of
 from rankloom.world.transport.profiled import profiled
 from rankloom.world.transport.sparse import all_reduce_sparse
-from rankloom.world.transport.work import DONE, AsBackend, Herald, InFlight, Pending, PendingCollective, PendingMessage, Work, last_of
+from rankloom.world.transport.work import DONE, AsBackend, Herald, Pending, PendingCollective, PendingMessage, Unwatched, Work, last_of
 
 Lengths = int | bytes
-Call = tuple[int, int, int, int, int, int, Lengths]
+Arguments = tuple[int, int, int, int, int, int, Lengths]
 """Kind, number type, operation, root, address to read, address to write, lengths."""
 
 
@@ -54,7 +54,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         super().__init__(rank, size)   # type: ignore[call-arg, arg-type]   # with a store, torch makes a group of its own
         self.channel, self._store = channel, store
         self._herald, self._buffers = Herald(), buffers
-        self._in_flight = InFlight()
+        self._in_flight = Unwatched()
         self._name = self._description = ""
 
     # ------------------------------------------------------------------ who and where
@@ -346,7 +346,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
     # ------------------------------------------------------------------ inside
 
-    def _start(self, call: Call, opts: Any, result: Sequence[Tensor], keep: Sequence[object] = (), *backs: Finish | None) -> Work:
+    def _start(self, call: Arguments, opts: Any, result: Sequence[Tensor], keep: Sequence[object] = (), *backs: Finish | None) -> Work:
         """Make one call, at once or in the background."""
         if call[3]:
             operands.expect_rank(call[3], self.size(), self._where(call[0]))

@@ -14,9 +14,9 @@ work on the device. Queues could wait for marks without a meeting. But at the me
 how long their parts are, so that all find the same fault or none; a lost rank is noticed there, by name; and a queue that
 only waits for work which was already submitted can never deadlock, however few queues the hardware has.
 
-A GPU runs the queues of one process at a time. So in a shared buffer one rank adds up all, and the others only wait for it. The next call
-is summed by the rank before it: where the GPU goes around the processes that is the last to come, which finds the others waiting, adds up,
-and is the first in the round for the call after. So each rank has its turn once a call, where shares would take two, and another kernel.
+A GPU serves the processes in a round, one at a time. So in a shared buffer one rank adds up all, and the others only wait for it. It
+should be the last one in the round: all inputs are there by then. So after rank k, rank k - 1 adds. One round for each call is enough;
+with shares it would take two.
 
 device.py defines what is needed of a device; cuda.py implements it.
 """
@@ -34,12 +34,11 @@ from torch import Tensor
 
 from rankloom.base.errors import CollectiveMismatch
 from rankloom.world.transport.arithmetic import combine
-from rankloom.world.transport.call import DTYPES, Said, read_spans
+from rankloom.world.transport.call import DEALT, DTYPES, Said, read_spans
 from rankloom.world.transport.channel import Channel, table_of_calls
 from rankloom.world.transport.codes import (
     ALL_GATHER,
     ALL_REDUCE,
-    ALL_TO_ALL,
     BARRIER,
     BROADCAST,
     KINDS,
@@ -56,7 +55,6 @@ SLOT = 32 << 20          # bytes of one slot, of which each rank has two: fewer 
 GRAIN = 256              # bytes: lanes and shares begin at multiples of it, so that copies are wide
 IN_SHARES = 1 << 20      # bytes from which adding up everything on every rank costs more than a second meeting
 REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
-DEALT = (REDUCE_SCATTER, SCATTER, ALL_TO_ALL)   # another lane for each rank
 HOME, LENGTHS = 5, 7                            # indices in the row that a rank sends at the first meeting of a call
 KEPT = 1024              # calls that are kept for when they come again, and for each what is made of it: a window takes two or four
 Steps = Sequence[Callable[[], object]]

@@ -17,8 +17,8 @@ class Standing:
     is_even:  whether all hosts have equally many ranks
     team:     the ranks that carry a share of each tensor between the hosts, one of each host, if this rank is among them
     firsts:   the first ranks of the other hosts
-    deputies: the rank of each host that carries the lane of this rank; at home this rank itself
-    rounds:   whose lanes the ranks of this host carry, a row for each round; in the first, each carries its own
+    deputies: for each host, the rank there that handles this rank's lane between hosts; at home, this rank
+    rounds:   rounds[i][place]: whose lane the rank at `place` of this host carries in round i, or None; round 0 is their own
     """
 
     def __init__(self, nodes: Sequence[Sequence[int]], rank: int):

@@ -8,23 +8,23 @@ from typing import Generic, TypeVar
 
 from rankloom.world.transport.codes import FINE, INTERRUPTED, LEFT, TIMED_OUT
 
-Call = TypeVar("Call")
+T = TypeVar("T")   # a call
 
 
-class Turns(Generic[Call]):
+class Turns(Generic[T]):
     """A queue of calls. `perform` runs one, and returns why it failed, or FINE."""
 
-    def __init__(self, perform: Callable[[Call], int]):
+    def __init__(self, perform: Callable[[T], int]):
         self.finished = 0                         # the last ticket whose call has ended
         self._perform = perform
         self._changed = threading.Condition()     # guards everything below
-        self._queue: deque[Call] = deque()
+        self._queue: deque[T] = deque()
         self._running = self._closing = False
         self._issued = 0
         self._failed: tuple[int, int] | None = None   # the first ticket that failed, and why
         self._worker: threading.Thread | None = None
 
-    def run(self, call: Call) -> int:
+    def run(self, call: T) -> int:
         """Run a call when those before it have ended. Returns why it failed, or FINE."""
         at_once = False
         try:   # from here on: an interrupt may come as soon as the turn is taken
@@ -38,7 +38,7 @@ class Turns(Generic[Call]):
                 self._end_turn()
         return self.wait(self.submit(call), threading.TIMEOUT_MAX)
 
-    def submit(self, call: Call) -> int:
+    def submit(self, call: T) -> int:
         """Queue a call to run in the background. Returns its ticket."""
         with self._changed:
             self._issued += 1
@@ -78,7 +78,7 @@ class Turns(Generic[Call]):
                 self._running, call = True, self._queue[0]
             self._make(call)
 
-    def _make(self, call: Call) -> None:
+    def _make(self, call: T) -> None:
         why = INTERRUPTED   # unless it returns
         try:
             why = self._perform(call)

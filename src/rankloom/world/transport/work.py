@@ -96,7 +96,7 @@ class Pending(Work):
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._ended = False
-        self.holder: InFlight | None = None   # forgets this work when it has ended
+        self.holder: Unwatched | None = None   # forgets this work when it has ended
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """See `Work.wait`. With a timeout, it raises CollectiveTimeout after that, and the work goes on."""
@@ -178,11 +178,11 @@ class Pending(Work):
         raise NotImplementedError
 
 
-class InFlight(set[Pending]):
+class Unwatched(set[Pending]):
     """Works in flight whose callers may have dropped them.
 
-    The last few of one number each are kept when they have ended, too: DDP's `join` leaves such a work to C++ alone, which asks for its
-    result later, and would wait for good on what is left of it without the Python object.
+    The last 16 works of one number are kept after they have ended: DDP's `join` leaves such a work to C++, which asks for its result
+    later, and without the Python object would wait forever.
     """
 
     def __init__(self) -> None:
