@@ -10,7 +10,7 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -210,32 +210,3 @@ class Watch:
         was_open, self._is_open = self._is_open, False
         if was_open:
             os.close(self._bell)
-
-
-class Roll:
-    """Which collective each rank has begun: its number, then kind, number type, operation, root and bytes."""
-
-    def __init__(self) -> None:
-        self.mine = [0] * 6
-        self.told: dict[int, list[int]] = {}   # what other ranks are doing, as they answered when asked
-        self._begun: dict[int, deque[list[int]]] = {}   # what others have told of calls that this rank has not ended
-
-    def begin(self, call: Sequence[int]) -> int | None:
-        """Begin this rank's next call. Returns a rank that has begun another call under the same number, or None."""
-        self.mine = [self.mine[0] + 1, *call]
-        return next((peer for peer in self._begun if (words := self.begun_by(peer)) and not self._fits(words)), None)
-
-    def hear(self, peer: int, words: list[int]) -> bool:
-        """Note the call that another rank has begun. Returns whether it agrees with this rank's, if that has the same number."""
-        self._begun.setdefault(peer, deque()).append(words)
-        return self._fits(words)
-
-    def begun_by(self, peer: int) -> list[int] | None:
-        """What another rank has told of the call that this rank is in, or None."""
-        calls = self._begun.get(peer, ())
-        while calls and calls[0][0] < self.mine[0]:
-            calls.popleft()
-        return calls[0] if calls and calls[0][0] == self.mine[0] else None
-
-    def _fits(self, words: list[int]) -> bool:
-        return words[0] != self.mine[0] or words[:len(self.mine)] == self.mine

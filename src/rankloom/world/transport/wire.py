@@ -23,7 +23,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from rankloom.world.transport.codes import ANYONE, FINE, FORKED, INTERRUPTED, LEFT, LOST, MISMATCHED, TIMED_OUT, WRONG_LENGTH
-from rankloom.world.transport.lines import Line, Mailbox, Message, Roll, Watch
+from rankloom.world.transport.lines import Line, Mailbox, Message, Watch
+from rankloom.world.transport.roll import Roll
 
 MESSAGE, PART, NEWS = range(3)                   # kinds: messages between two ranks, parts of a collective, news of ranks' states
 BROKEN, LEAVING, ASKED, TOLD, BEGUN = range(5)   # tags of news
