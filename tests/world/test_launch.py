@@ -1,5 +1,7 @@
 """What launchers leave in the environment, and what is made of it."""
 
+import os
+
 import pytest
 
 import rankloom as rl
@@ -107,8 +109,7 @@ def test_slurm_variables_that_contradict_each_other_are_refused(wrong):
 
 def meets(monkeypatch, **env) -> tuple[str | None, str | None]:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")   # so that what is set here is taken back
-        monkeypatch.delenv(name)
+        monkeypatch.delenv(name, raising=False)
     for name, value in (SLURM | env).items():
         monkeypatch.setenv(name, value)
     return meeting_point(find_place(SLURM | env))
@@ -123,6 +124,17 @@ def test_where_slurms_own_tool_is_not_there_the_user_is_told_what_to_set(monkeyp
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="failed: No such file or directory; set MASTER_ADDR and MASTER_PORT yourself"):
         meets(monkeypatch, SLURM_JOB_NODELIST="n[1-2]")
+
+
+def test_what_the_user_was_told_to_set_is_enough_without_slurms_own_tool(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = {"MASTER_ADDR": "n1.cluster", "MASTER_PORT": "29500"}
+    assert meets(monkeypatch, SLURM_JOB_NODELIST="n[1-2]", **told) == ("n1.cluster", 29500)
+
+
+def test_who_asks_for_the_meeting_point_leaves_the_environment_to_an_inner_launcher_as_it_was(monkeypatch):
+    meets(monkeypatch, SLURM_JOB_NODELIST="n1,n2")
+    assert not {"MASTER_ADDR", "MASTER_PORT"} & {*os.environ}
 
 
 def test_ranks_of_one_node_need_no_name_to_meet(monkeypatch):

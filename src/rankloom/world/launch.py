@@ -210,17 +210,19 @@ def meeting_point(place: Place) -> tuple[str, int]:
 
     raises: ConfigError when one is missing, or the port is no port
     """
+    env = dict(os.environ)
     if place.launcher == "slurm":
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1" if place.local_size == place.size else _first_slurm_host())
+        if "MASTER_ADDR" not in env:
+            env["MASTER_ADDR"] = "127.0.0.1" if place.local_size == place.size else _first_slurm_host()
         # Jobs, and steps of a job, may run at the same time on a host. What follows from their numbers must not be that of the next ones.
-        os.environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(job_name(place).encode()) % 10000))
-    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        env.setdefault("MASTER_PORT", str(20000 + zlib.crc32(job_name(place).encode()) % 10000))
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]:
         raise ConfigError(f"rank {place.rank} of {place.size}: {' and '.join(missing)} must say where ranks meet: the host of rank 0 and a "
                           "free port there; torchrun sets both")
-    (port,) = _numbers(dict(os.environ), {"MASTER_PORT": 0})
+    (port,) = _numbers(env, {"MASTER_PORT": 0})
     if not 0 < port < 1 << 16:
         raise ConfigError(f"environment variable MASTER_PORT is {port}, expected a port from 1 to 65535")
-    return os.environ["MASTER_ADDR"], port
+    return env["MASTER_ADDR"], port
 
 
 def job_name(place: Place) -> str:
