@@ -109,13 +109,10 @@ def _rendezvous(place: Place, host: str, port: int, patience: timedelta) -> dist
     """The store at the meeting point: the one that torchrun's agent keeps, or rank 0's own, which does not wait for the others:
     `start_afresh` waits for them, and says who is missing.
     """
-    def meet() -> dist.Store:
-        if agent_keeps_store():
-            return next(dist.rendezvous("env://", place.rank, place.size, timeout=patience))[0]   # type: ignore[no-any-return]
-        return dist.TCPStore(host, port, place.size, place.rank == 0, patience, wait_for_workers=False, multi_tenant=True)
-
+    serves = place.rank == 0 and not agent_keeps_store()
     try:
-        return ask(meet, patience.total_seconds())
+        return ask(lambda: dist.TCPStore(host, port, place.size, serves, patience, wait_for_workers=False, multi_tenant=True),
+                   patience.total_seconds())
     except TimeoutError:
         raise TimeoutError("what answers there is not the store of a job") from None
 
