@@ -109,6 +109,21 @@ def lose_nobody(world):
     return world.rank
 
 
+def lose_one_that_waited_in_vain(world):
+    """As over gloo, which closes the connections of a call that times out before the call returns."""
+    if world.rank == 1:
+        raise rl.RankLost("rank 1: connection closed by peer")
+    time.sleep(0.1)
+    raise rl.CollectiveTimeout("rank 0: nobody came")
+
+
+def lose_one_that_fails_and_let_torch_tell(world):
+    if world.rank == 0:
+        raise torch.distributed.DistNetworkError("Connection was likely closed")
+    time.sleep(0.3)
+    raise KeyError("late")
+
+
 def return_a_lambda(world):
     return lambda: world.rank
 
@@ -270,6 +285,22 @@ def test_the_cause_is_reported_and_not_the_loss_of_it_that_another_rank_reported
 def test_a_loss_without_another_cause_is_itself_reported():
     with pytest.raises(rl.RankLost, match="nobody else has failed"):
         rl.spawn(2, lose_nobody)
+
+
+def test_a_rank_that_tells_of_its_closed_connection_before_its_peer_tells_why_it_closed_is_not_the_first():
+    with pytest.raises(rl.CollectiveTimeout, match="nobody came") as caught:
+        rl.spawn(2, lose_one_that_waited_in_vain, backend="gloo")
+    assert caught.value.__notes__[0].startswith("(rank 0 of 2 failed first")
+
+
+def test_a_rank_that_tells_its_loss_by_an_error_of_torch_is_not_the_first_either():
+    with pytest.raises(KeyError, match="late"):
+        rl.spawn(2, lose_one_that_fails_and_let_torch_tell)
+
+
+def test_a_rank_killed_by_a_signal_without_a_name_is_named_with_its_number():
+    with pytest.raises(rl.RankFailed, match=r"rank 0 of 1 ended without a word: killed by signal 40"):
+        rl.spawn(1, partial(end_on, 0, partial(signal.raise_signal, 40)))
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_that_rank():

@@ -7,6 +7,7 @@ world/verdict.py reads the files of all ranks, and decides which rank was the ca
 import json
 import linecache
 import re
+import signal
 import socket
 import sysconfig
 import time
@@ -55,14 +56,25 @@ class Failure:
         return texts[0] == texts[1]
 
 
-def raisable(error: BaseException, rank: int) -> BaseException:
-    """What a rank raised, to be raised in the caller; for `sys.exit`, which would end the caller without a word, RankFailed."""
-    if not isinstance(error, SystemExit):
-        return error
-    failed = RankFailed(f"rank {rank} called sys.exit({'' if error.code is None else repr(error.code)}), which would end its caller "
-                        "without a word; a body ends with `return`, or with an error", rank=rank)
-    failed.__cause__ = error
-    return failed
+def briefly(error: BaseException) -> Failure:
+    """What says whether an error is the consequence of another rank's, and no more."""
+    return Failure(type(error).__name__, str(error), "", "", "", 0.0, "")
+
+
+def raisable(error: BaseException, rank: int, size: int, trace: str = "") -> BaseException:
+    """What a rank raised, to be raised in the caller, with a note that names the rank; for `sys.exit`, which would end the caller without
+    a word, RankFailed. trace: its traceback, if it comes from another process"""
+    if isinstance(error, SystemExit):
+        failed = RankFailed(f"rank {rank} called sys.exit({'' if error.code is None else repr(error.code)}), which would end its caller "
+                            "without a word; a body ends with `return`, or with an error", rank=rank)
+        failed.__cause__, error = error, failed
+    error.add_note(f"(rank {rank} of {size} failed first; the others were stopped because of it)" + (trace and f"\n{trace}"))
+    return error
+
+
+def signal_name(number: int) -> str:
+    """SIGTERM for 15; "signal 40" for one that has no name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def write_failure(error: BaseException, file: Path) -> bool:

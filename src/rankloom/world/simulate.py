@@ -17,7 +17,7 @@ from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
 from rankloom.world.connect import GLOO, SPARE, World, as_mesh
-from rankloom.world.failure import describe, raisable
+from rankloom.world.failure import briefly, raisable
 from rankloom.world.launch import debug_mode
 from rankloom.world.open_files import make_room
 
@@ -133,10 +133,8 @@ class _Simulation:
         for thread in closing:
             thread.join()
         if self.failed:
-            rank, error = min(self.failed, key=lambda failed: describe(failed[1]).lost_another)   # the earliest of several that are alike
-            error = raisable(error, rank)
-            error.add_note(f"(rank {rank} of {len(self.worlds)} failed first; the others were stopped because of it)")
-            raise error
+            rank, error = min(self.failed, key=lambda failed: briefly(failed[1]).lost_another)   # the earliest of several that are alike
+            raise raisable(error, rank, len(self.worlds))
         return self.results
 
     def _join(self, thread: threading.Thread) -> bool:

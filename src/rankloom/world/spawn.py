@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankloom.base.errors import ConfigError, RankFailed, RankLost
+from rankloom.base.errors import ConfigError, RankFailed
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.world.connect import AUTO, LOOPBACK, World, as_mesh, device_for
-from rankloom.world.failure import raisable
+from rankloom.world.failure import briefly, raisable, signal_name
 from rankloom.world.launch import debug_mode
 
 T = TypeVar("T")
@@ -171,21 +171,21 @@ def _pickled_failure(rank: int, error: BaseException) -> bytes:
 
 
 def _collect(children: list[Child], size: int) -> list[Any]:
-    """Wait for all ranks; the first one that fails decides. If it only lost another rank, wait a moment for the error of that one."""
+    """Wait for all ranks; the first one that fails decides. If it failed because of another, wait a moment for the error of that one."""
     results: list[Any] = [None] * size
-    lost: RankLost | None = None
+    failed: list[Exception] = []   # in the order in which the ranks told of it
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(children)}
     while waiting:
-        ready = multiprocessing.connection.wait(list(waiting), SETTLE if lost else TICK)
+        ready = multiprocessing.connection.wait(list(waiting), SETTLE if failed else TICK)
         for rank in [waiting.pop(pipe) for pipe in ready]:   # type: ignore[call-overload]
             try:
                 results[rank] = _receive(children[rank], rank, size)
-            except RankLost as error:
-                lost = lost or error
-        if lost and not ready:
+            except Exception as error:
+                failed.append(error)
+        if failed and not (ready and all(briefly(error).is_collateral for error in failed)):
             break
-    if lost:
-        raise lost
+    if failed:
+        raise min(failed, key=lambda error: (briefly(error).is_collateral, briefly(error).lost_another))
     for _, pipe in children:
         with contextlib.suppress(BrokenPipeError):   # the rank has ended; its exit code says how
             pipe.send_bytes(b"all ranks are done")
@@ -207,14 +207,12 @@ def _receive(child: Child, rank: int, size: int) -> Any:
                          rank=rank) from error
     if ok:
         return value
-    value = raisable(value, rank)
-    value.add_note(f"(rank {rank} of {size} failed first; the others were stopped because of it)\n{trace}")
-    raise value
+    raise raisable(value, rank, size, trace)
 
 
 def _how_it_ended(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        return f"killed by {signal_name(-code)}"
     return f"exit code {code}; what it printed stands above"
 
 

@@ -24,7 +24,7 @@ from rich.text import Text
 from rankloom.base import errors
 from rankloom.base.errors import RankFailed, RankloomError
 from rankloom.base.text import printable
-from rankloom.world.failure import Failure, shorter_path
+from rankloom.world.failure import Failure, shorter_path, signal_name
 
 CLEAN_CODES = {0, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}   # success, or ended on request as train/stop.py does
 MAX_LINES = 20   # of a message in the box; the log has all lines
@@ -126,7 +126,7 @@ def _error(failure: Failure, limit: int = MAX_LINES) -> str:
 
 
 def _signal_text(number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    name = signal_name(number)
     hints = {
         "SIGKILL": "Nothing here sent it: the kernel does that when memory runs out (see dmesg), and so do job limits",
         "SIGTERM": "Somebody else sent it, to this rank only",
