@@ -12,7 +12,7 @@ import rankloom as rl
 from patience import AT_ONCE
 from rankloom.base.errors import CollectiveTimeout, DeviceError
 from rankloom.world import connect
-from rankloom.world.pairwise import start_in_one
+from rankloom.world.pairwise import start_both
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def exchange_in_pairs(group) -> float:
     """The first two ranks of a group exchange a number, the others nothing."""
     x, into, other = torch.full((1,), float(group.rank)), torch.full((1,), -1.0), 1 - group.rank
     if group.rank < 2:
-        for work in start_in_one(group._process_group, x, into, other, other):
+        for work in start_both(group._process_group, x, into, other, other):
             work.wait()
     return into.item()
 

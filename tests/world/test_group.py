@@ -266,6 +266,13 @@ def test_a_tensor_that_lies_nowhere_is_refused(call, backend):
         rl.simulate(2, lambda world: call(world, torch.ones(3, device="meta")), backend=backend)
 
 
+@pytest.mark.parametrize(("p", "backend"), [(1, "gloo"), (2, "gloo"), (2, "rankloom")])
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"])
+def test_a_sparse_tensor_is_refused_by_every_collective_of_any_number_of_ranks(name, p, backend):
+    with pytest.raises(rl.ShapeMismatch, match="a tensor of layout torch.sparse_coo"):
+        rl.simulate(p, lambda world: getattr(world, name)(torch.eye(2).to_sparse()), backend=backend)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 @pytest.mark.parametrize("lazy", [torch.ones(4, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(4))])
 def test_a_view_that_is_computed_when_it_is_read_is_refused_by_every_call(lazy, backend):

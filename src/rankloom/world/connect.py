@@ -23,12 +23,13 @@ from rankloom.world.debug import Inspector
 from rankloom.world.group import Group
 from rankloom.world.ledger import Ledger
 from rankloom.world.open_files import make_room
+from rankloom.world.pairwise import is_nccl
 from rankloom.world.transport.address import LOOPBACK, own_address
 from rankloom.world.transport.meet import find_neighbours, name_of
 from rankloom.world.transport.process_group import build
 from rankloom.world.transport.router import DeviceRouter
 
-TWIN = "twin"   # a second connection: of messages between two ranks only, for each of which NCCL connects these two
+TWIN = "twin"   # the purpose of a twin. On NCCL it carries messages only, and each pair connects at its first one: it needs no first call
 AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
 MEMORY = 2   # open files of a rank in shared memory, while it is being mapped; with gloo, or over TCP, a rank has one for each other
 TOLD = 4     # lines of NCCL's own text in an error: what failed, and its last words
@@ -112,11 +113,6 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device, *, ti
     elif device.type == "cuda":
         group._register_backend(cuda, dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
-
-
-def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether its tensors on this device go over NCCL. Of a device that it has no backend for, as meta, torch must not be asked."""
-    return device.type in {known.type for known in group._device_types} and group._get_backend(device).name() == "nccl"
 
 
 def call_first(group: dist.ProcessGroup, rank: int, size: int, device: torch.device, timeout: float) -> None:
@@ -242,7 +238,7 @@ class World(Group):
                 gone = shared.channel.gone
             else:
                 pg = connect(store, ranks.index(me), len(ranks), device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
-                if purpose != TWIN and _is_nccl(pg, device):
+                if purpose != TWIN and is_nccl(pg, device):
                     call_first(pg, ranks.index(me), len(ranks), device, timeout)
         watch = dist.PrefixStore("debug", store)
         return pg, Inspector(watch, ranks.index(me), ranks, timeout, gone) if self._debug else None

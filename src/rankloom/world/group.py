@@ -1,8 +1,8 @@
 """A group of ranks: the one object that may communicate with other ranks. It is passed to functions, never looked up.
 
-Every collective checks that its tensor is contiguous (gloo silently moves the wrong bytes of others), enters
-its cost into the group's ledger, and turns a backend's failure into `RankLost` or `CollectiveTimeout` with a
-label. By default a collective returns its result; with `async_op=True` it returns a `Handle` at once.
+Every collective checks that its tensor is contiguous (gloo silently moves the wrong bytes of others), enters its cost into the group's
+ledger, and turns a backend's failure into `RankLost` or `CollectiveTimeout` with a label. By default a collective returns its result; with
+`async_op=True` it returns a `Handle` at once.
 
 A group of one rank has no connection: every collective is the identity.
 Read `world/connect.py` for how groups are made, `base/cost.py` for the bills.
@@ -27,7 +27,7 @@ from rankloom.world.debug import Fingerprint, Inspector, call_site
 from rankloom.world.handle import Handle as Handle
 from rankloom.world.handle import InFlight
 from rankloom.world.ledger import Ledger as Ledger
-from rankloom.world.pairwise import combine_in_order, expect_message, keep, start_dealing, start_gather, start_in_one
+from rankloom.world.pairwise import combine_in_order, expect_message, ignores_tags, is_nccl, keep, start_both, start_dealing, start_gather
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.operands import completed, dealt_rows, expect_movable, expect_operand, expect_rank, reduction, untouched
@@ -78,7 +78,7 @@ class Group:
         """Whether messages from one rank to another must be received in the order of sending, whatever their tags: so with NCCL."""
         if (pg := self._process_group) is None or self.device.type != "cuda":
             return False
-        return pg.in_order(self.device) if isinstance(pg, DeviceRouter) else pg._get_backend(self.device).name() == "nccl"
+        return pg.in_order(self.device) if isinstance(pg, DeviceRouter) else is_nccl(pg, self.device)
 
     @property
     def lends_memory(self) -> bool:
@@ -114,11 +114,10 @@ class Group:
 
         x: any shape, the same on all ranks; over gloo, max and min may ignore a NaN   sent: 2n(p-1)/p, over gloo means of 16 bits as fp32
         """
-        torchs, kernels, refusal = reduction(op, x.dtype)
-        if refusal:
-            raise ConfigError(f"{self.where(label or 'all_reduce')}: {refusal}")
+        torchs, kernels = self._operation(op, x, label or "all_reduce")
         if self._at_once and not async_op and self._at_once.all_reduce(x, kernels, label):
             return completed(x, op, self.size)
+        expect_operand(x, self.device, self.where(label or "all_reduce"), alone=self.size == 1)
         options = c10d.AllreduceOptions()
         options.reduceOp, options.asyncOp, summed = torchs, async_op, x
         if torchs == dist.ReduceOp.AVG and self._goes_directly(x):   # gloo takes no means; it would round the sum, or overflow
@@ -133,6 +132,7 @@ class Group:
 
     def broadcast(self, x: Tensor, root: int = 0, *, label: str = "", async_op: bool = False) -> Any:
         """Overwrite `x` on every rank with that of rank `root`. x: any shape, the same on all ranks."""
+        expect_operand(x, self.device, self.where(label or "broadcast"), alone=self.size == 1)
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = self._peer(root), 0, async_op
         return self._collect(f"broadcast(from {root})", x, label, async_op, bill=broadcast_bill(x.nbytes, self.size, self.rank == root),
@@ -145,6 +145,7 @@ class Group:
         """
         if self._at_once and not async_op and (whole := self._at_once.all_gather(x, out, label)) is not None:
             return whole
+        expect_operand(x, self.device, self.where(label or "all_gather"), alone=self.size == 1)
         rows = x.unsqueeze(0) if x.dim() == 0 else x
         whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
         if self._goes_directly(x):
@@ -163,11 +164,10 @@ class Group:
         `x` is not changed, except where `out` overlaps it.
         scratch: where the others' slices arrive, if they must (world/pairwise.py), [n(p-1), ...]; by default new memory
         """
-        torchs, kernels, refusal = reduction(op, x.dtype)
-        if refusal:
-            raise ConfigError(f"{self.where(label or 'reduce_scatter')}: {refusal}")
+        torchs, kernels = self._operation(op, x, label or "reduce_scatter")
         if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, kernels, out, label)) is not None:
             return completed(mine, op, self.size)
+        expect_operand(x, self.device, self.where(label or "reduce_scatter"), alone=self.size == 1)
         n, bill = self._equal_rows(x, "reduce_scatter"), scatter_bill(x.nbytes, self.size)
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
         if self._goes_directly(x):
@@ -193,6 +193,7 @@ class Group:
             if self._at_once and not async_op and (mine := self._at_once.all_to_all(x, out, label)) is not None:
                 return mine
             send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
+        expect_operand(x, self.device, self.where(label or "all_to_all"), alone=self.size == 1)
         send_rows, recv_rows = dealt_rows(x, send_rows, recv_rows, self.rank, self.size, self.where(label or "all_to_all"))
         mine = self._output(out, x, (sum(recv_rows), *x.shape[1:]), label or "all_to_all")
         bill = Bill((x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1)), self.size - 1)
@@ -204,11 +205,9 @@ class Group:
     def barrier(self, *, label: str = "", async_op: bool = False) -> Any:
         """Return when every rank has called this; with `async_op`, the handle's `wait` does (on CUDA it holds the stream only)."""
         arrived = self.all_reduce(torch.zeros(1, device=self.device), label=label or "barrier", async_op=async_op)
-        if async_op:
-            return arrived
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not async_op:
             torch.cuda.current_stream(self.device).synchronize()
-        return None
+        return arrived if async_op else None
 
     def buffer(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor of zeros to communicate from; every rank of the group must ask for the same.
@@ -245,23 +244,25 @@ class Group:
         """Send `x` to rank `to` of this group."""
         if self._at_once and not async_op and self._at_once.send(x, to, tag, label):
             return x
-        peer = self._peer(to, tag)
+        self._peer(to, tag)
         expect_movable(x, self.device, self.where(label or "send"))
         self._connected(label or "send")
         self.ledger.enter(x.nbytes, 1)
-        return self._launch(label or "send", async_op, lambda pg: self._message(pg.send, "send", x, peer, tag), lambda: x)
+        return self._launch(label or "send", async_op, lambda pg: [*self._announced("send", x, to, tag), pg.send([x], to, tag)], lambda: x)
 
     def recv(self, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Fill `into` with what rank `frm` of this group sends; the receiver must know shape and dtype."""
         if self._at_once and not async_op and self._at_once.recv(into, frm, tag, label):
             return into
-        peer = self._peer(frm, tag)
+        self._peer(frm, tag)
         expect_movable(into, self.device, self.where(label or "recv"))
-        return self._launch(label or "recv", async_op, lambda pg: self._message(pg.recv, "recv", into, peer, tag), lambda: into)
+        return self._launch(label or "recv", async_op, lambda pg: [*self._announced("recv", into, frm, tag), pg.recv([into], frm, tag)],
+                            lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
-        """Send `out` to one rank while receiving `into` from another, or the same, or itself. No order of calls can deadlock;
-        but on NCCL in a process group made elsewhere, some ranks may exchange only after all have made a collective."""
+        """Send `out` to one rank while receiving `into` from another, or the same, or itself. Cannot deadlock, in whatever order ranks
+        call it. Exception: an NCCL process group that you made yourself connects as a whole in its first call, so all ranks must have made
+        a collective before only some exchange."""
         if self._at_once and not async_op and self._at_once.exchange(out, to, into, frm, tag=tag, label=label):
             return into
         label = label or "exchange"
@@ -271,17 +272,13 @@ class Group:
         if to == frm == self.rank and not self.lends_memory:
             keep(source, into, self.where(label))
             return Handle(self, label, (), lambda: into) if async_op else into
-        peers = self._peer(to, tag), self._peer(frm, tag)   # before anything is started
-        self._connected(label)   # no local name: a traceback would keep the connection open
-        if into.device.type == "cuda" and self._connected(label)._get_backend(into.device).name() == "nccl":
-            self.ledger.enter(out.nbytes, 1)
-            announced = [*self._announced("recv", into, peers[1]), *self._announced("send", source, peers[0])]
-            return self._launch(label, async_op, lambda pg: [*announced, *start_in_one(pg, source, into, *peers)], lambda: into)
-        received = self.recv(into, frm, tag=tag, label=label, async_op=True)
-        sent = self.send(source, to, tag=tag, label=label, async_op=True)
-        both = self._keep(Handle(self, label, [*(received.works or ()), *(sent.works or ())], lambda: into))
-        received.works = sent.works = ()
-        return both if async_op else both.wait_once()   # no local name for the works either
+        for peer in (to, frm):
+            self._peer(peer, tag)
+        self._connected(label)
+        self.ledger.enter(out.nbytes, 1)
+        return self._launch(label, async_op, lambda pg: [
+            *self._announced("recv", into, frm, tag), *self._announced("send", source, to, tag),
+            *start_both(pg, source, into, to, frm, tag)], lambda: into)
 
     # ------------------------------------------------------------------ values that are not tensors
 
@@ -291,15 +288,14 @@ class Group:
         sizes = self.all_gather(torch.tensor([len(text)], device=self.device), label=f"{label}: length").tolist()
         padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
         rows = self.all_gather(padded.to(self.device), label=f"{label}: text").view(self.size, -1).cpu()
-        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes)]
+        return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes)]
 
     def agree(self, problem: str | None, *, error: type[RankloomError] = ConfigError, label: str = "agree") -> None:
         """Every rank raises or none does: if one rank raised alone, the others would wait for it.
 
         problem: what is wrong on this rank, or None. Each rank raises `error` with the problems of all.
         """
-        problems = [said for said in self.all_gather_object(problem, label=label) if said]
-        if problems:
+        if problems := [said for said in self.all_gather_object(problem, label=label) if said]:
             raise error("\n".join(dict.fromkeys(problems)))
 
     # ------------------------------------------------------------------ life
@@ -319,30 +315,33 @@ class Group:
 
     # ------------------------------------------------------------------ inside
 
+    def _operation(self, op: str, x: Tensor, label: str) -> tuple[Any, int]:
+        torchs, kernels, refusal = reduction(op, x.dtype)
+        if refusal:
+            raise ConfigError(f"{self.where(label)}: {refusal}")
+        return torchs, kernels
+
     def _collect(self, op: str, x: Tensor, label: str, async_op: bool, *, bill: Bill, start: Callable,
                  finish: Callable[[], Tensor], rows: tuple[Sequence[int], Sequence[int]] | None = None) -> Any:
-        """Check, enter into the ledger, start: the common part of all collectives. rows: how many go to each rank, and come from it."""
+        """Enter into the ledger, and start: the common part of all collectives. rows: how many go to each rank, and come from it."""
         if self.size == 1:
             return Handle(self, label, (), finish) if async_op else finish()
-        expect_operand(x, self.device, self.where(label or op))
         self._connected(label or op)
         if self._inspector:
             shape = str(list(x.shape[1:] if rows else x.shape))   # ranks may send different numbers of rows
             mine = Fingerprint(op, shape, str(x.dtype).removeprefix("torch."), label, call_site(), rows)
             start = self._inspector.checked(mine, start, async_op)
-        self.ledger.add(bill)
+        self.ledger.enter(bill.sent, bill.messages)
         return self._launch(label or op, async_op, start, finish)
 
     def _launch(self, label: str, async_op: bool, start: Callable, finish: Callable[[], Tensor]) -> Any:
         handle = self._keep(Handle(self, label, self._started(label, start), finish))
         return handle if async_op else handle.wait_once()   # no local name for the works: a traceback would keep the connection open
 
-    def _message(self, start: Callable, op: str, x: Tensor, peer: int, tag: int) -> list[Any]:
-        return [*self._announced(op, x, peer, tag), start([x], peer, tag)]
-
-    def _announced(self, op: str, x: Tensor, peer: int, tag: int = 0) -> Sequence[Any]:
+    def _announced(self, op: str, x: Tensor, peer: int, tag: int) -> Sequence[Any]:
         """In debug mode: tell the other end of a message. Returns what a receiver has to wait for, too."""
-        return self._inspector.announce(op, x, peer, 0 if self.in_order else tag) if self._inspector else ()
+        debug = self._inspector
+        return debug.announce(op, x, peer, 0 if ignores_tags(self._connected(op), x.device, peer) else tag) if debug else ()
 
     def _started(self, label: str, start: Callable) -> list[Any]:
         with self.translated_errors(label):

@@ -4,15 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rankloom.base.cost import Bill
-
 
 @dataclass(slots=True)
 class Ledger:
     """What one rank has sent to one group so far, and how long it was blocked waiting for it.
 
-    whole: of a second connection of the same ranks: the ledger of the first, into which all that is sent is entered, too. Waiting is not:
-           it is another thread that waits for the second
+    whole: for a twin, the ledger of the first connection. What the twin sends is entered there too. Its waiting is not: another thread
+           does it
     """
 
     messages: int = 0
@@ -20,10 +18,6 @@ class Ledger:
     calls: int = 0
     waited: float = 0.0   # seconds blocked in wait(); on CUDA a wait only orders streams, so this stays near 0
     whole: "Ledger | None" = None
-
-    def add(self, bill: Bill) -> None:
-        """Add the bill of one call."""
-        self.enter(bill.sent, bill.messages)
 
     def enter(self, sent: int, messages: int) -> None:
         """Add one call that sent this many bytes in this many messages."""

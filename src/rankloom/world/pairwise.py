@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.world.transport.operands import completed, expect_tag, is_narrow, untouched
+from rankloom.world.transport.router import DeviceRouter
 
 COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
@@ -50,8 +51,22 @@ def combine_in_order(op: str, mine: Tensor, theirs: Sequence[Tensor], rank: int,
     return completed(total, op, len(theirs) + 1)
 
 
-def start_in_one(pg: dist.ProcessGroup, out: Tensor, into: Tensor, to: int, frm: int) -> list[Any]:
-    """Start a send and a receive as one call: NCCL makes calls in the order of its stream, so opposite sends would wait for each other."""
+def is_nccl(pg: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether its tensors on this device go over NCCL. torch raises if asked for the backend of a device that it does not serve."""
+    return device.type in {served.type for served in pg._device_types} and pg._get_backend(device).name() == "nccl"
+
+
+def ignores_tags(pg: dist.ProcessGroup, device: torch.device, peer: int) -> bool:
+    """Whether messages between this rank and `peer` go over NCCL: then they arrive in the order of sending, whatever their tags. Both must
+    call this, and no other rank."""
+    return device.type == "cuda" and (pg.over_nccl(device, peer) if isinstance(pg, DeviceRouter) else is_nccl(pg, device))
+
+
+def start_both(pg: dist.ProcessGroup, out: Tensor, into: Tensor, to: int, frm: int, tag: int = 0) -> list[Any]:
+    """Start a send and a receive. NCCL gets them as one call: it makes calls in the order of its stream, so opposite sends would wait for
+    each other."""
+    if not is_nccl(pg, into.device):
+        return [pg.recv([into], frm, tag), pg.send([out], to, tag)]
     pg._start_coalescing(out.device)
     pg.recv([into], frm, 0)
     pg.send([out], to, 0)

@@ -14,7 +14,6 @@ from rankloom.base.cost import Bill
 from rankloom.base.mesh import Mesh
 from rankloom.world.connect import World
 from rankloom.world.group import Group, Handle
-from rankloom.world.transport.operands import expect_movable
 
 NO_MEMORY = "meta"
 
@@ -42,7 +41,6 @@ class PaperGroup(Group):
 
     def _collect(self, op: str, x: Tensor, label: str, async_op: bool, *, bill: Bill, start: Callable,
                  finish: Callable[[], Tensor], rows: tuple[Sequence[int], Sequence[int]] | None = None) -> Any:
-        expect_movable(x, self.device, self.where(label or op))
         handle = Handle(self, label, (), finish)
         return handle if async_op else handle.wait()
 

@@ -92,6 +92,9 @@ def test_what_the_kernel_has_no_number_type_for_takes_the_long_way():
     (ShapeMismatch, "3 equal slices", lambda world, x: world.all_to_all(x[:4])),
     (ShapeMismatch, "on meta", lambda world, x: world.recv(x.to("meta"), 1)),
     (ShapeMismatch, "on meta", lambda world, x: world.exchange(x, 1, x.to("meta"), 1)),
+    *[(ShapeMismatch, "a tensor of layout torch.sparse_coo", lambda world, x, name=name: getattr(world, name)(torch.eye(P).to_sparse()))
+      for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")],
+    (ShapeMismatch, "a tensor of layout torch.sparse_coo", lambda world, x: world.send(x.to_sparse(), 1)),
     (NotContiguous, "strides \\(2,\\)", lambda world, x: world.all_reduce(x[::2])),
     (NotContiguous, "strides \\(2,\\)", lambda world, x: world.all_gather(x[::2])),
     (NotContiguous, "strides \\(2,\\)", lambda world, x: world.all_gather(x, out=torch.zeros(36)[::2])),

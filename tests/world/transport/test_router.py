@@ -147,6 +147,36 @@ def test_messages_come_in_the_order_of_sending_where_nccl_carries_some_of_them(m
     plain.close()
 
 
+class OneEnd(SimpleNamespace):
+    """As an inspector: the tags with which messages are announced."""
+
+    def announce(self, op, x, peer, tag):
+        self.tags.append(tag)
+        return []
+
+
+@pytest.mark.parametrize("gpus, tag", [("aaa", 7), ("abb", 0), ("aab", 7)])
+def test_in_debug_mode_a_message_is_announced_without_its_tag_where_nccl_carries_it_and_without_the_rank_that_it_does_not_concern(
+        monkeypatch, gpus, tag):
+    plain, ends = Ranks(3), [OneEnd(tags=[]) for _ in range(3)]
+    groups = [rl.Group(DeviceRouter(cpu, AT_ONCE), device=GPU, inspector=end) for cpu, end in zip(plain.groups, ends)]
+    pretend_gpus(monkeypatch, lambda rank: gpus[rank])
+    plain.run(lambda rank: groups[rank]._announced("send", SimpleNamespace(device=GPU), 1 - rank, 7) if rank < 2 else None)
+    plain.run(lambda rank: groups[rank]._announced("send", torch.zeros(1), 1 - rank, 8) if rank < 2 else None)
+    monkeypatch.undo()
+    assert [end.tags for end in ends] == [[tag, 8], [tag, 8], []], "gloo and shared memory, which carry CPU tensors, keep tags"
+    plain.close()
+
+
+def test_in_debug_mode_messages_of_the_cpu_keep_their_tags_beside_nccl(monkeypatch):
+    served = SimpleNamespace(rank=lambda: 0, size=lambda: 2, _device_types=[GPU, torch.device("cpu")],
+                             _get_backend=lambda device: SimpleNamespace(name=lambda: "nccl" if device.type == "cuda" else "gloo"))
+    group = rl.Group(served, device=GPU, inspector=OneEnd(tags=[]))
+    for x in (torch.zeros(1), SimpleNamespace(device=GPU)):
+        group._announced("recv", x, 1, 7)
+    assert group._inspector.tags == [7, 0]
+
+
 def test_a_message_asks_only_where_its_two_ends_are(monkeypatch):
     plain = Ranks(3)
     routers = [DeviceRouter(group, 60.0) for group in plain.groups]

@@ -8,6 +8,7 @@ also reports what is wrong with the call (world/group.py, process_group.py).
 import time
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from rankloom.base.cost import all_reduce_bill
@@ -39,33 +40,33 @@ class AtOnce:
 
     def all_gather(self, x: Tensor, out: Tensor | None, label: str) -> Tensor | None:
         """All ranks' `x`, in rank order; it may be its part of `out`. x: [n, ...]  out: [p*n, ...]"""
-        if not (shape := x.shape):
+        if not (shape := x.shape) or not _is_plain(x):
             return None
         whole, nbytes = _shaped(x, out, (shape[0] * self._size, *shape[1:])), x.nbytes
         return self._move(ALL_GATHER, x, whole, nbytes, -self._rank * nbytes, label)
 
     def reduce_scatter(self, x: Tensor, op: int, out: Tensor | None, label: str) -> Tensor | None:
         """Combine this rank's slice of `x` over the ranks; the slice may be `out`. x: [p*n, ...]  out: [n, ...]"""
-        if not (shape := x.shape) or shape[0] % self._size:
+        if not (shape := x.shape) or shape[0] % self._size or not _is_plain(x):
             return None
         mine, nbytes = _shaped(x, out, (shape[0] // self._size, *shape[1:])), x.nbytes // self._size
         return self._move(REDUCE_SCATTER, x, mine, nbytes, self._rank * nbytes, label, op=op)
 
     def all_to_all(self, x: Tensor, out: Tensor | None, label: str) -> Tensor | None:
         """The r-th slice of `x` goes to rank r. x, out: [p*n, ...]"""
-        if not (shape := x.shape) or shape[0] % self._size:
+        if not (shape := x.shape) or shape[0] % self._size or not _is_plain(x):
             return None
         nbytes = x.nbytes
         return self._move(ALL_TO_ALL, x, _shaped(x, out, shape), nbytes // self._size, nbytes, label)
 
     def _move(self, kind: int, x: Tensor, out: Tensor | None, nbytes: int, home: int, label: str, *, op: int = SUM) -> Tensor | None:
-        """From `x` to `out`, if possible; a share of `nbytes` goes to each other rank.
+        """From `x`, which is plain, to `out`, if possible; a share of `nbytes` goes to each other rank.
 
         home: `out` may overlap `x` if it begins exactly this many bytes after it: then what they share is this rank's own slice, which
               no other rank reads or writes
         """
         number = NUMBERS.get(x.dtype)
-        if out is None or number is None or not _is_plain(x) or expects_gradient(x):
+        if out is None or number is None or expects_gradient(x):
             return None
         source, target = x.data_ptr(), out.data_ptr()
         behind = target - source
@@ -123,7 +124,7 @@ class AtOnce:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return x.is_cpu and x.is_contiguous() and not (x.is_conj() or x.is_neg())   # `is_lazy`, without the call
+    return x.is_cpu and x.layout is torch.strided and x.is_contiguous() and not (x.is_conj() or x.is_neg())   # `is_lazy`, without the call
 
 
 def _shaped(x: Tensor, out: Tensor | None, shape: Sequence[int]) -> Tensor | None:

@@ -97,8 +97,13 @@ def expect_movable(x: Tensor, device: torch.device, where: str) -> None:
                             "pass x.contiguous()")
 
 
-def expect_operand(x: Tensor, device: torch.device, where: str) -> None:
-    """Refuse what a collective would misread, and what gradients should flow through; raises as `expect_movable`, and ConfigError."""
+def expect_operand(x: Tensor, device: torch.device, where: str, *, alone: bool = False) -> None:
+    """Refuse what a collective would misread, and what gradients should flow through; raises as `expect_movable`, and ConfigError.
+
+    alone: there is no other rank, so any strided tensor will do
+    """
+    if alone and x.layout == torch.strided:
+        return
     expect_movable(x, device, where)
     if expects_gradient(x):
         raise ConfigError(f"{where}: a tensor of shape {tuple(x.shape)} has a graph, and gradients do not go back through a collective: "

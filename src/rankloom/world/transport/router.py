@@ -129,6 +129,10 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
         self.carrier(device)
         return any(choose_carrier(pair) == NCCL for pair in combinations(self._places.values(), 2))
 
+    def over_nccl(self, device: torch.device, peer: int) -> bool:
+        """Whether NCCL carries messages of CUDA tensors between this rank and `peer`. Both must call this, and nobody else."""
+        return self.carrier(device, (self.rank(), peer)) is self._carriers.get(NCCL)
+
     def _tell(self, place: GpuPlace) -> None:
         """The rank that comes last collects what all tell, not rank 0: that may exchange messages long before its first collective."""
         self._store.set(f"place/{self.rank()}", json.dumps(asdict(place)))
