@@ -3,7 +3,6 @@
 import gc
 import json
 import re
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +24,7 @@ def debug_on(monkeypatch):
     monkeypatch.setenv("RANKLOOM_DEBUG", "1")
 
 
-both_backends = pytest.mark.parametrize("backend", ["gloo", pytest.param("rankloom", marks=pytest.mark.skipif(
-    sys.platform != "linux", reason="shared memory needs Linux"))])
+both_backends = pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 
 
 def errors_of(p: int, body, timeout: float = 20.0, backend: str = "gloo") -> list[Exception | None]:

@@ -284,7 +284,6 @@ world.barrier()
     assert ending or [rank.returncode for rank in ranks] == [0, 0]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends it")
 def test_a_rank_of_torchrun_does_not_outlive_it(tmp_path):
     file = tmp_path / "rank"
     with subprocess.Popen([sys.executable, "-S", "-c", AGENT], cwd=tmp_path) as agent:

@@ -82,7 +82,6 @@ def test_a_group_that_the_system_allows_no_connections_is_refused():
     assert "the system lets it have 20: raise the hard limit" in done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
 def test_pieces_of_shared_memory_get_room_for_their_files_or_say_what_is_missing():
     assert run([sys.executable, "-c", PIECES], 40, 5000).stdout == "[50.0, 50.0]\n"
     refused = run([sys.executable, "-c", PIECES], 40, 60)
@@ -112,12 +111,10 @@ def take_a_tensor_where_rank_1_may_open_nothing(world: rl.World) -> tuple[str, f
     return str(refused.value), world.all_reduce(torch.ones(1)).item()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
 def test_a_process_needs_room_for_its_own_files_of_a_piece_and_not_for_those_of_other_ranks():
     assert rl.spawn(3, take_two_tensors, backend="rankloom") == [6.0] * 3
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
 def test_where_one_rank_may_open_no_more_files_all_are_told_of_it():
     for rank, (said, ranks) in enumerate(rl.spawn(2, take_a_tensor_where_rank_1_may_open_nothing, backend="rankloom")):
         assert ranks == 2.0

@@ -5,7 +5,6 @@ Every group has its own prefix in a store that is new for each start of the job 
 
 import os
 import socket
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,27 +36,17 @@ SPARE = 16   # open files besides a group's connections: for the store, and for 
 
 
 def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False, one_host: bool = True) -> str:
-    """The backend that connects the ranks: shared memory (TCP between hosts; router.py for GPUs) where it runs, else gloo.
+    """The backend that connects the ranks: shared memory (TCP between hosts; router.py for GPUs), or gloo.
 
     own_gpu:  no other rank uses this rank's GPU: then gloo and NCCL are enough
     one_host: all ranks are on one host. On several, "auto" is gloo: shared memory with TCP was never measured on a fast network. Except
               where ranks share a GPU: gloo cannot do most operations on tensors of a GPU
-    raises: ConfigError for an unknown name, or if shared memory is asked for and cannot run
+    raises: ConfigError for an unknown name
     """
     if asked not in BACKENDS:
         raise ConfigError(f"there is no backend {asked!r}. {did_you_mean(asked, BACKENDS)}")
-    reason = why_not_shared(device)
-    if asked == SHARED and reason:
-        raise ConfigError(f"backend = {SHARED!r}: {reason}; use {GLOO!r} or {AUTO!r}")
     is_enough = own_gpu or (device.type == "cpu" and not one_host)
-    return GLOO if asked == GLOO or reason or (asked == AUTO and is_enough) else SHARED
-
-
-def why_not_shared(device: torch.device) -> str | None:
-    """Why shared memory cannot be used here, or None."""
-    if device.type not in ("cpu", "cuda"):
-        return f"it carries tensors on the CPU and on CUDA devices, and the ranks compute on {device.type}"
-    return None if sys.platform == "linux" else f"it needs Linux, and this is {sys.platform}"
+    return GLOO if asked == GLOO or (asked == AUTO and is_enough) else SHARED
 
 
 def device_for(kind: str, local_rank: int) -> torch.device:
@@ -65,7 +54,7 @@ def device_for(kind: str, local_rank: int) -> torch.device:
 
     raises: ConfigError when there is no GPU
     """
-    if kind not in ("cpu", "cuda", "meta"):
+    if kind not in ("cpu", "cuda"):
         raise ConfigError(f"device = {kind!r}, expected 'cpu' or 'cuda'")
     if kind != "cuda":
         return torch.device(kind)

@@ -55,7 +55,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
         mesh.expect_ranks(place.size)
     if place.launcher != "alone":
         report_uncaught()
-    if has_agent() and sys.platform == "linux":
+    if has_agent():
         die_with(os.getppid())   # torchrun's ranks would otherwise outlive it
     store = _meet(place, timeout) if place.size > 1 else dist.HashStore()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -68,7 +68,7 @@ def decides_heap() -> bool:
 
 def cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def rank_environment(ranks: int, *, deterministic: bool = False) -> dict[str, str]:

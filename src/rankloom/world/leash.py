@@ -9,7 +9,6 @@ import ctypes
 import os
 import signal
 import sys
-import time
 
 PR_SET_PDEATHSIG = 1
 
@@ -17,10 +16,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Tie this process to the launcher, then replace it by the command."""
     launcher, command = int(sys.argv[1]), sys.argv[2:]
-    if sys.platform == "linux":
-        die_with(launcher)
-    else:
-        watch(launcher)
+    die_with(launcher)
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -32,20 +28,6 @@ def die_with(launcher: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:   # the launcher ended before the request was made
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def watch(launcher: int, every: float = 1.0) -> None:
-    """For kernels without such a request: leave a child process that checks the launcher, and kills this process when it has ended."""
-    rank = os.getpid()
-    if os.fork():
-        return
-    while os.getppid() == rank:
-        try:
-            os.kill(launcher, 0)
-        except ProcessLookupError:
-            os.kill(rank, signal.SIGKILL)
-        time.sleep(every)
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     When a rank raises, the others are ended, and its exception is raised here with its traceback as a note. If a rank dies
     without an exception (a signal, os._exit), by sys.exit, or after it has sent its result, this raises RankFailed.
     timeout: seconds after which a silent peer counts as lost
-    backend: "gloo", "rankloom" (shared memory), or "auto": shared memory where it is supported
+    backend: "gloo", "rankloom" (shared memory), or "auto": shared memory, except where each rank has a GPU of its own
     device:  "cpu" or "cuda"; with more ranks than GPUs, several share one
     raises:  ConfigError if `body` cannot be pickled, or if the processes cannot find it
     """
