@@ -1,12 +1,11 @@
 """Debug mode: calls that do not match are found before any byte moves, on every rank, with both call sites."""
 
 import gc
-import json
 import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,11 +200,11 @@ def over_gloo(send, expected, *, receives_first=False, async_op=False):
     def body(world):
         if world.rank == 0:
             if receives_first:
-                wait_until(lambda: world._inspector.store.check(["message/0/1/3/1/recv"]))
+                wait_until(lambda: world._inspector.board.store.check(["message/0/1/3/1/recv"]))
             world.send(send, 1, tag=3, label="activations")
         else:
             if not receives_first:
-                wait_until(lambda: world._inspector.store.check(["message/0/1/3/1/send"]))
+                wait_until(lambda: world._inspector.board.store.check(["message/0/1/3/1/send"]))
             into = world.recv(expected, 0, tag=3, label="activations", async_op=async_op)
             if async_op:
                 into.wait()
@@ -254,7 +253,7 @@ class Counted:
 def compared_by(inspectors, call) -> list[Exception | None]:
     """What `check` raises on each rank, all in threads of their own."""
     with ThreadPoolExecutor(len(inspectors)) as ranks:
-        return [rank.exception() for rank in [ranks.submit(inspector.check, call(inspector.rank)) for inspector in inspectors]]
+        return [rank.exception() for rank in [ranks.submit(inspector.check, call(inspector.board.rank)) for inspector in inspectors]]
 
 
 @pytest.mark.parametrize("p", [2, 64])
@@ -275,7 +274,7 @@ def test_the_rank_that_is_missing_among_many_is_found_with_few_questions():
     p, missing, store = 256, 77, Counted()
     for rank in {*range(p)} - {missing}:
         store.set(f"call/1/{rank}", "")
-        store.set(f"last/{rank}", json.dumps(asdict(CALL) | {"call": 1}))
+        store.set(f"last/{rank}", f"call 1, {CALL}")
     with pytest.raises(rl.CollectiveTimeout) as error:
         debug.Inspector(store, 0, range(p), 0.3).check(CALL)
     said = str(error.value)
@@ -298,7 +297,7 @@ def test_messages_are_compared_by_their_tags_in_both_directions_and_leave_the_st
             world.exchange(torch.full((3,), world.rank), peer, mine := torch.zeros(3, dtype=torch.int64), peer)
             assert mine.unique().tolist() == [peer]
         world.barrier()
-        return world._inspector.store.num_keys()
+        return world._inspector.board.store.num_keys()
 
     assert max(rl.simulate(2, body, backend="gloo")) < 40
 
@@ -495,7 +494,8 @@ def test_a_store_that_has_gone_with_its_process_is_said_to_be_gone():
     gc.collect()
     with pytest.raises(rl.RankLost, match="rank 5: collective number 1 of this group: lost the store of the job, .*has ended .rank 0"):
         inspector.check(Fingerprint("broadcast", "[1]", "int64", "x", "here:1"))
-    assert re.match("  not known. rank 5: .* lost the store .*; rank 3 has ended, or has left the group", inspector.where_is_everyone())
+    told = inspector.board.where_is_everyone()
+    assert re.match("  not known. rank 5: .* lost the store .*; rank 3 has ended, or has left the group", told)
 
 
 @pytest.mark.parametrize("value", ["0", "", None])

@@ -20,13 +20,11 @@ Cost: three writes and two reads of the store per call and rank, one or two mill
 import atexit
 import json
 import sys
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,13 +32,9 @@ from torch import Tensor
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from rankloom.world.debug_messages import Announced, Messages
 from rankloom.world.debug_queue import Queue, Start
-from rankloom.world.transport.ask import ask
-from rankloom.world.transport.meet import unset_keys
+from rankloom.world.debug_store import Board
 
-SHORTEST_NAP, LONGEST_NAP = 1e-4, 2e-2   # seconds between two reads of the store; other threads use it meanwhile
-LOOK_AROUND = 0.2                        # seconds between two checks whether the others are still there
-T = TypeVar("T")
-PATIENCE = 1.0                           # seconds to wait, when a group is closed, for a call that is being started
+PATIENCE = 1.0   # seconds to wait, when a group is closed, for a call that is being started
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +81,12 @@ def difference(calls: Sequence[Fingerprint], ranks: Sequence[int]) -> str:
 
 
 class Inspector:
-    """Compares the calls of one rank, in order, with those of its group's other ranks.
-
-    rank:  this rank's number in the group
-    ranks: the numbers of the group's ranks in the world, for error messages
-    gone:  returns the ranks of the group that have ended or left, as far as is known
-    """
+    """Compares the calls of one rank, in order, with those of its group's other ranks. Arguments: as of `Board` (debug_store.py)."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, gone: Callable[[], Sequence[int]] = tuple):
-        self.store, self.rank, self.ranks, self.timeout = store, rank, ranks, timeout
-        self.calls = 0
-        self._gone, self._queue, self._closed = gone, Queue(), False
+        self.board, self.calls = Board(store, rank, ranks, timeout, gone), 0
+        self._queue, self._messages = Queue(), Messages(self.board)
         self._lost: CollectiveTimeout | RankLost | None = None   # why no call can be compared any more
-        self._messages = Messages(self)
         _inspectors.add(self)
 
     def checked(self, mine: Fingerprint, start: Start, async_op: bool) -> Start:
@@ -134,114 +121,36 @@ class Inspector:
 
     def _compare(self, mine: Fingerprint) -> None:
         self.calls += 1
-        if problem := self.ask(partial(self._problem, mine)):
-            raise CollectiveMismatch(f"{self._where} {problem}")
+        what = f"collective number {self.calls}"
+        if problem := self.board.ask(partial(self._problem, mine, what), what):
+            raise CollectiveMismatch(f"{self.board.me}: {what} of this group {problem}")
 
-    def _problem(self, mine: Fingerprint) -> str:
+    def _problem(self, mine: Fingerprint, what: str) -> str:
         """What is wrong with this call of all ranks, or nothing."""
-        call, keys = self.calls, {rank: self._key(rank) for rank in range(len(self.ranks))}
-        self.store.set(keys[self.rank], json.dumps(asdict(mine)))
-        self.store.set(f"last/{self.rank}", json.dumps(asdict(mine) | {"call": call}))
-        past = [self._key(self.rank, call - 1)] if call > 1 else []   # all have moved past it
-        if self.store.add("came", 1) == call * len(self.ranks):
-            texts = self.store.multi_get([*keys.values()])
-            found = difference([Fingerprint(**json.loads(text)) for text in texts], self.ranks)
-            self.store.set(f"found/{call}", found)
+        board, call = self.board, self.calls
+        store, keys = board.store, {rank: self._key(rank, call) for rank in range(len(board.ranks))}
+        store.set(keys[board.rank], json.dumps(asdict(mine)))
+        board.tell_last(f"call {call}, {mine}")
+        past = [self._key(board.rank, call - 1)] if call > 1 else []   # all have moved past it
+        if store.add("came", 1) == call * len(board.ranks):
+            texts = store.multi_get([*keys.values()])
+            found = difference([Fingerprint(**json.loads(text)) for text in texts], board.ranks)
+            store.set(f"found/{call}", found)
             past.append(f"found/{call - 1}")
         else:
-            self.wait_for(keys, f"collective number {call}", until=f"found/{call}")
-            found = self.store.get(f"found/{call}").decode()
+            board.wait_for(keys, what, until=f"found/{call}")
+            found = store.get(f"found/{call}").decode()
         for key in past:
-            self.store.delete_key(key)
+            store.delete_key(key)
         return found
-
-    def where_is_everyone(self) -> str:
-        """One line per rank: the last call it announced."""
-        try:
-            return self.ask(self._last_calls, 0.0)
-        except (RankLost, CollectiveTimeout) as error:
-            return f"  not known. {error}"
-
-    def ask(self, question: Callable[[], T], seconds: float | None = None) -> T:
-        """What a question to the store gives, or raises.
-
-        seconds: after which it should have ended by itself; left out, the time-out
-        raises:  RankLost when the store is gone; CollectiveTimeout when it does not answer
-        """
-        try:
-            return ask(question, self.timeout if seconds is None else seconds)
-        except TimeoutError as error:
-            raise CollectiveTimeout(f"{self._where}: {error}") from None
-        except dist.DistError as error:
-            gone = ", ".join(f"rank {self.ranks[rank]}" for rank in self._gone())
-            raise RankLost(f"{self._where}: lost the store of the job, in which ranks compare their calls: the process that keeps it "
-                           f"has ended (rank 0, or torchrun's agent): {str(error).splitlines()[0]}"
-                           + (f"; {gone} has ended, or has left the group" if gone else "")) from error
 
     def close(self) -> None:
         """Stop comparing: calls in the queue fail."""
-        self._closed, self._gone = True, tuple   # a closed group must not keep the connection, which `_gone` refers to
+        self.board.close()
         self._queue.drain(PATIENCE)
 
-    def _last_calls(self) -> str:
-        keys = {rank: f"last/{rank}" for rank in range(len(self.ranks))}
-        silent = {*self._silent(keys)}
-        came = [rank for rank in keys if rank not in silent]
-        lines = dict.fromkeys(silent, "has made no call yet")
-        for rank, text in zip(came, self.store.multi_get([keys[rank] for rank in came]) if came else ()):
-            last = json.loads(text)
-            lines[rank] = f"call {last.pop('call')}, {Fingerprint(**last)}"
-        return "\n".join(f"  rank {name}: {lines[rank]}" for rank, name in enumerate(self.ranks))
-
-    def wait_for(self, keys: Mapping[int, str], what: str, until: str | None = None) -> None:
-        """Wait until these ranks have written their keys. Polls: while a thread waits inside the store, no other thread can use it.
-
-        what:   which call, for error messages
-        until:  the key that the last of them writes then, to wait for in their place; they tell who is missing
-        raises: CollectiveTimeout, RankLost
-        """
-        begin = looked = time.monotonic()
-        nap = SHORTEST_NAP
-        awaited = [*keys.values()] if until is None else [until]
-        while not self.store.check(awaited):
-            now = time.monotonic()
-            if self._closed:
-                raise RankLost(f"{self._me}: {what} of this group was not made: this rank has closed the group")
-            if now > looked + LOOK_AROUND:
-                self._expect_alive(keys, what)
-                looked = now
-            if now > begin + self.timeout:
-                raise self._too_late(self._silent(keys), what)
-            time.sleep(nap)
-            nap = min(1.5 * nap, LONGEST_NAP)
-
-    def _expect_alive(self, keys: Mapping[int, str], what: str) -> None:
-        if gone := [*self._gone()]:
-            for rank in self._silent(keys):   # after `_gone`: a call that a rank announced before it went counts
-                if rank in gone:
-                    raise RankLost(f"{self._me}: {what} of this group: lost rank {self.ranks[rank]}: it has ended, or has left the group. "
-                                   f"Who is where:\n{self.where_is_everyone()}")
-
-    def _too_late(self, silent: Sequence[int], what: str) -> CollectiveTimeout:
-        who = ", ".join(f"rank {self.ranks[rank]}" for rank in silent) or "the rank that came last, and has not told what it found,"
-        return CollectiveTimeout(f"{self._me}: {who} did not come to {what} within {self.timeout:g} s. "
-                                 f"Who is where:\n{self.where_is_everyone()}")
-
-    def _silent(self, keys: Mapping[int, str]) -> list[int]:
-        unset = {*unset_keys(self.store, [*keys.values()])}
-        self.store.check([*keys.values()][:1])   # raises if the store has ended: then all seem to be unset
-        return [rank for rank, key in keys.items() if key in unset]
-
-    @property
-    def _where(self) -> str:
-        return f"{self._me}: collective number {self.calls} of this group"
-
-    @property
-    def _me(self) -> str:
-        return f"rank {self.ranks[self.rank]}"
-
-    def _key(self, rank: int, call: int | None = None) -> str:
-        return f"call/{call or self.calls}/{rank}"
+    def _key(self, rank: int, call: int) -> str:
+        return f"call/{call}/{rank}"
 
 
 def call_site() -> str:

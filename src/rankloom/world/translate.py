@@ -40,7 +40,7 @@ class TranslatedErrors:
         """Our error, or None if neither another rank nor the data is to blame: no memory is left, or a device has failed."""
         text, where = str(error).splitlines()[0], self._where(self._label)
         if "imeout" in text or "imed out" in text:
-            who = f" Who is where:\n{self._inspector.where_is_everyone()}" if self._inspector else (
+            who = f" Who is where:\n{self._inspector.board.where_is_everyone()}" if self._inspector else (
                 " RANKLOOM_DEBUG=1 says which rank was where.")
             return CollectiveTimeout(f"{where} did not finish within its timeout of {self._timeout:g} s: "
                                      f"a rank is slow, stopped, or skipped this call.{who}")

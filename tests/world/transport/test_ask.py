@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
+import torch
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,7 +106,15 @@ def test_debug_mode_does_not_wait_for_a_stopped_store(stopped):
     for _ in range(2):   # the second fails with the same, at once
         with pytest.raises(rl.CollectiveTimeout, match=r"rank 4: collective number 1 of this group: the store of the job does not answer"):
             inspector.check(call)
-    assert inspector.where_is_everyone().startswith("  not known. rank 4: ")
+    assert inspector.board.where_is_everyone().startswith("  not known. rank 4: ")
+
+
+@pytest.mark.parametrize("op, text", [("send", "message number 1 from rank 4 to rank 5 with tag 7"),
+                                      ("recv", "message number 1 from rank 5 to rank 4 with tag 7")])
+def test_a_message_that_cannot_be_announced_is_not_called_a_collective(stopped, op, text):
+    inspector = Inspector(stopped, 0, [4, 5], timeout=0.3)
+    with pytest.raises(rl.CollectiveTimeout, match=f"rank 4: {text} of this group: the store of the job does not answer"):
+        inspector.announce(op, torch.zeros(3), 1, 7)
 
 
 def test_who_waits_at_the_meeting_point_names_the_rank_that_is_missing_and_not_rank_0_which_waits_too():
