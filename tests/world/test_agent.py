@@ -436,7 +436,7 @@ def test_ranks_that_are_all_stopped_are_left_in_peace(monkeypatch):
     for process in ranks.values():
         process.send_signal(signal.SIGSTOP)
     wait_until(lambda: all(psutil.Process(process.pid).status() == psutil.STATUS_STOPPED for process in ranks.values()))
-    assert watch.tick() and watch.tick() and not watch.asked
+    assert watch.tick() and watch.tick() and not watch.asked_ranks
     watch.kill()
     assert [process.wait() for process in ranks.values()] == [-9, -9]
 

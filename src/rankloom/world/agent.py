@@ -25,8 +25,8 @@ import uuid
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -86,7 +86,8 @@ def _run_ranks(ranks: int, command: list[str], logs: RankLogs, grace: float) -> 
         role="", local_world_size=ranks, entrypoint=sys.executable, args=tuple(word.replace("$", "$$") for word in words),
         rdzv_handler=_Meeting(), max_restarts=0, monitor_interval=TICK, master_addr=LOOPBACK,
     )
-    with chatter_in(logs.folder / "launcher.log"), StopRequests() as stop, futures.ThreadPoolExecutor(1) as thread:
+    stop = StopRequests()
+    with chatter_in(logs.folder / "launcher.log"), handling_stop_signals(stop.note), futures.ThreadPoolExecutor(1) as thread:
         agent = _Agent(spec, logs, stop, grace)
         running = thread.submit(agent.run)
         try:
@@ -115,20 +116,13 @@ def conclude(endings: list[Ending], stop_signal: int = 0) -> int:
 
 
 class StopRequests:
-    """While entered, counts the signals that ask this process to stop (world/leave.py); `number` is the first of them."""
+    """The signals so far that ask this process to stop (world/leave.py); `number` is the first of them."""
 
     def __init__(self) -> None:
         self.number, self.count = 0, 0
-        self._handling = handling_stop_signals(self._note)
 
-    def __enter__(self) -> Self:
-        self._handling.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._handling.__exit__(None, None, None)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """One more."""
         self.count += 1
         self.number = self.number or number
 
@@ -144,12 +138,12 @@ class RankWatch:
         self.stop, self.grace = stop, grace
         self.alive_at = dict.fromkeys(processes, time.monotonic())   # when each was last seen alive
         self.codes: dict[int, int] = {}
-        self.asked: set[int] = set()          # the ranks that still ran when they were asked to end
-        self.asked_at = float("inf")          # when they were asked, because of a failure
+        self.end_after = float("inf")              # when to ask them to end, once a failure was seen
+        self.asked_ranks: set[int] = set()         # those that still ran when they were asked to end
+        self.ended_for_failure_at = float("inf")   # when they were asked, if a failure was the reason
+        self.kill_when = (float("inf"), 0)         # after this time, or on more stop signals than this
         self.hung: dict[int, str] = {}
-        self.ask_at = float("inf")            # when to ask them, once a failure was seen
-        self.at_work = time.monotonic()       # last time when a rank ran that was not stopped, or no rank had ended
-        self.patience = (float("inf"), 0)     # kill them after this time, or on more stop signals than this
+        self.last_active = time.monotonic()        # when a rank ran that was not stopped, or no rank had ended; see `_waits_in_vain`
 
     def tick(self) -> bool:
         """Check every process, and end those that should have ended; returns whether any still runs."""
@@ -158,13 +152,13 @@ class RankWatch:
             self._look(rank, process, now)
         if not self.running:
             return False
-        until, signals = self.patience
-        if self.asked and (now > until or self.stop.count > signals):
+        until, signals = self.kill_when
+        if self.asked_ranks and (now > until or self.stop.count > signals):
             self.kill("did not end when asked to: it hangs in a call that does not return" if now > until else "")
-        elif not self.asked and self.stop.count:
+        elif not self.asked_ranks and self.stop.count:
             self._ask(self.stop.number, now + self.grace)
-        elif not self.asked and (now > self.ask_at or self._waits_in_vain(now)):
-            self.asked_at = now
+        elif not self.asked_ranks and (now > self.end_after or self._waits_in_vain(now)):
+            self.ended_for_failure_at = now
             self._ask(signal.SIGTERM, now + FAILURE_GRACE)
         return True
 
@@ -188,20 +182,20 @@ class RankWatch:
             del self.running[rank]
         failure = read_failure(self.files[rank])
         if failure or code not in CLEAN_CODES | {None}:
-            self.ask_at = min(self.ask_at, now + (PATIENCE if failure and failure.is_collateral else SETTLE))
+            self.end_after = min(self.end_after, now + (PATIENCE if failure and failure.is_collateral else SETTLE))
             if code is not None:
                 _kill_group(process)   # the helper processes that it left behind
 
     def _waits_in_vain(self, now: float) -> bool:
-        """Whether all ranks that still run are stopped, and a rank has failed, or all others were done long ago."""
-        failed = self.ask_at < float("inf")
+        """Whether all ranks that still run are stopped, and a rank has failed, or all others were done long ago. Else it notes the time."""
+        failed = self.end_after < float("inf")
         if (failed or self.codes) and all(_is_stopped(process.pid) for process in self.running.values()):
-            return failed or now - self.at_work > STOPPED_GRACE
-        self.at_work = now
+            return failed or now - self.last_active > STOPPED_GRACE
+        self.last_active = now
         return False
 
     def _ask(self, number: int, until: float) -> None:
-        self.asked, self.patience = set(self.running), (until, self.stop.count)
+        self.asked_ranks, self.kill_when = set(self.running), (until, self.stop.count)
         for rank, process in self.running.items():
             if _is_stopped(process.pid):
                 self.hung[rank] = "it was stopped (SIGSTOP, or Ctrl-Z) and did not go on"
@@ -212,7 +206,7 @@ class RankWatch:
         failure = read_failure(self.files[rank])
         if failure:
             logs.add_traceback(rank, failure.traceback)
-        late = failure.time > self.asked_at if failure else rank in self.asked
+        late = failure.time > self.ended_for_failure_at if failure else rank in self.asked_ranks
         return Ending(rank, self.codes[rank], failure.time if failure else self.alive_at[rank], asked=late,
                       hung=self.hung.get(rank, ""), failure=failure, log=logs.worth_reading(rank))
 
