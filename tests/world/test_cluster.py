@@ -2,12 +2,12 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 import rankloom as rl
+from patience import AT_ONCE
 from rankloom.base.topology import Link, Links, Topology
 from rankloom.world.cluster import find_topology, read_cluster, write_links
 from rankloom.world.launch import Place
@@ -21,7 +21,7 @@ def found_by_all(places, files=None):
 
     def one(place):
         try:
-            return find_topology(place, store, files and files[place.rank])
+            return find_topology(place, store, AT_ONCE, files and files[place.rank])
         except rl.ConfigError as error:
             return str(error)
 
@@ -65,17 +65,15 @@ def test_files_that_differ_between_nodes_are_refused_by_all_ranks(tmp_path):
 
 
 def test_a_rank_that_says_nothing_is_named():
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(rl.RankLost, match=r"rank 0: rank\(s\) 1, 2 did not join the group within 0.1 s"):
-        find_topology(places(0, 1, 1)[0], store)
+        find_topology(places(0, 1, 1)[0], dist.HashStore(), 0.1)
 
 
 def test_a_store_that_ends_with_its_rank_is_a_rank_that_is_lost():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     with ThreadPoolExecutor(1) as rank_1:
-        waiting = rank_1.submit(find_topology, places(0, 1, 1)[1], client)
+        waiting = rank_1.submit(find_topology, places(0, 1, 1)[1], client, AT_ONCE)
         time.sleep(0.2)
         del server
         with pytest.raises(rl.RankLost, match=r"rank 1: the store in which ranks meet closed after \d.\d s"):

@@ -17,15 +17,16 @@ from rankloom.world.transport.meet import hear_all
 DEFAULT = Links()
 
 
-def find_topology(place: Place, store: dist.Store, file: str | Path | None = None, *, links: Links = DEFAULT) -> Topology:
+def find_topology(place: Place, store: dist.Store, timeout: float, file: str | Path | None = None, *,
+                  links: Links = DEFAULT) -> Topology:
     """The topology of the job, the same on all ranks. A launcher tells each rank only its own node, so ranks tell each other.
 
-    file:   a cluster file; it overrides the launcher
-    links:  the cost of links, where the file does not give it
-    raises: ConfigError, on all ranks, when the file is wrong on one of them or differs between them; RankLost
+    timeout: seconds to wait for the other ranks
+    file:    a cluster file; it overrides the launcher
+    links:   the cost of links, where the file does not give it
+    raises:  ConfigError, on all ranks, when the file is wrong on one of them or differs between them; RankLost
     """
     one_node = place.local_size == place.size
-    timeout = store.timeout.total_seconds()   # type: ignore[attr-defined]   # the stubs lack it
     names = [""] * place.size if one_node else hear_all(store, "node", place.rank, place.size, timeout, str(place.node))
     topology = Topology.of_names(names, links)
     if file is None:

@@ -65,7 +65,8 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
                             topology="left out" if topology is None else "a file", RANKLOOM_DEBUG=debug_mode())
     world = World(store, place.rank, mesh or place.size, where, timeout=timeout, local_rank=place.local_rank,
                   local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
-                  topology=find_topology(place, store, topology, links=GPU_LINKS if where.type == "cuda" else Links()), backend=backend)
+                  topology=find_topology(place, store, timeout, topology, links=GPU_LINKS if where.type == "cuda" else Links()),
+                  backend=backend)
     if where.type == "cpu":
         _worlds.add(world)
     return world

@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
@@ -34,7 +33,6 @@ class Stopped(dist.Store):
         self.goes_on.wait()
 
     get = set = check = multi_get = add = wait
-    timeout = timedelta(seconds=0.3)
 
 
 class Ended:
@@ -93,7 +91,7 @@ def in_front_of(store):
 
 def test_ranks_that_say_where_they_are_do_not_wait_for_a_stopped_store(stopped):
     with pytest.raises(rl.RankLost, match=r"rank 1: the store of the job does not answer"):
-        find_topology(SimpleNamespace(rank=1, size=2, local_size=1, node="b"), stopped)
+        find_topology(SimpleNamespace(rank=1, size=2, local_size=1, node="b"), stopped, 0.3)
 
 
 def test_a_store_that_ended_with_what_this_rank_told_is_said_to_have_closed_and_no_rank_is_blamed():
