@@ -19,7 +19,8 @@ MOST_DROPPED = 64   # collectives of one group for which nobody waits
 class InFlight:
     """The collectives that one rank has begun in one group: those whose handle somebody holds, and those whose handle was dropped.
 
-    gloo takes a message back if nobody holds its work, and the peer would wait for it for good. So works that were dropped are held here.
+    gloo cancels a message whose work object is freed, and the peer then waits for ever. So when a Handle is collected before anybody
+    waited, its works are kept here until they have ended.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class InFlight:
     def add(self, handle: "Handle") -> None:
         """Remember a new handle, and forget what has ended of those that were dropped.
 
-        A message over gloo says that it has ended to those who wait only. So with too many of them, wait for the oldest.
+        gloo reports a message as completed only to a caller of wait(). So beyond MOST_DROPPED works, block on the oldest.
         """
         self._handles[id(handle)] = handle
         while self._dropped:
@@ -58,7 +59,7 @@ class InFlight:
             handle.works = None
 
 
-class Begins(Protocol):
+class GroupOfHandle(Protocol):
     """What a handle must know of the group that has begun its collective."""
 
     device: torch.device
@@ -75,10 +76,11 @@ class Begins(Protocol):
 class Handle:
     """A collective in flight. `wait()` returns its result; do not use the buffers before.
 
-    One that is dropped goes on. But keep those of many sends: over gloo, of more than MOST_DROPPED the next call waits for the oldest.
+    A handle may be dropped: its call still completes. But keep the handles of many sends: over gloo, once more than MOST_DROPPED were
+    dropped, the next call blocks until the oldest has ended.
     """
 
-    def __init__(self, group: Begins, label: str, works: Sequence[Any], finish: Callable[[], Tensor]):
+    def __init__(self, group: GroupOfHandle, label: str, works: Sequence[Any], finish: Callable[[], Tensor]):
         self.group, self.label, self._finish = group, label, finish
         self.works: Sequence[Any] | None = works   # None: dropped when the group was closed
         self._result: Tensor | None = None
@@ -86,8 +88,8 @@ class Handle:
         self._ready = None if works else _place_in_stream(group.device)   # where the result is ready, once that is known
 
     def wait(self) -> Tensor:
-        """Block until the result is ready (on CUDA: make the current stream wait for it). Calling it again returns the same result,
-        for which another stream waits then, too; but two threads may not call it at once.
+        """Block until the result is ready (on CUDA: make the current stream wait for it). It may be called again, also from another CUDA
+        stream, which then waits too; not from two threads at once.
 
         raises: RankLost, CollectiveTimeout
         """
@@ -128,7 +130,8 @@ def waits_here_too(wait: Callable[[], object], device: torch.device) -> Callable
 
     def both() -> None:
         if torch.cuda.current_stream(device) != here:
-            with torch.cuda.stream(here):   # first: it then waits for nothing that the other was given, which waits for what it was given
+            # `here` first: so the result does not queue behind what the current stream was given, which then waits for the result only.
+            with torch.cuda.stream(here):
                 wait()
         wait()
 

@@ -38,9 +38,9 @@ def restarts() -> int:
 
 
 def agent_mark() -> str | None:
-    """What tells torch's agent of this node from any other, also from later ones: the folder that it has made for its ranks' errors.
+    """An identity of torch's agent on this node, unlike that of any later agent: the host, and the random folder of its error files.
 
-    Its path is <folder with a random name>/attempt_<n>/<local rank>/<file>. The job's own name is no help: for most jobs it is "none".
+    Their path is <folder with a random name>/attempt_<n>/<local rank>/<file>. The job's own name is no help: for most jobs it is "none".
     """
     made = re.fullmatch(r"(.+)/attempt_\d+/\d+/[^/]+", os.environ.get("TORCHELASTIC_ERROR_FILE", ""))   # else the user has set it
     return f"{socket.gethostname()}:{made[1]}" if made else None

@@ -55,7 +55,7 @@ class _Meetings:
     news:    guards the others
     over:    why no group can be made any more, or nothing
     came:    by group: how many of its ranks have come
-    opening: by group, once all its ranks have come: how many files those open that have not yet connected
+    opening: by group: the files that ranks which are connecting now may still open
     """
 
     def __init__(self, timeout: float):

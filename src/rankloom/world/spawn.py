@@ -33,7 +33,7 @@ T = TypeVar("T")
 SETTLE = 1.0  # seconds to wait for the cause, after a rank has reported that it lost another
 OR = "or use rl.simulate, which runs ranks as threads"
 GRACE = 5.0   # seconds for a rank to end, before SIGKILL
-TICK = 1.0    # seconds without a look at signals: one that the system hands to another thread does not end a wait of the main thread
+TICK = 1.0    # how often Python may run signal handlers: a signal that the system gives to another thread does not wake the main thread
 
 
 def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300.0, backend: str = AUTO,

@@ -6,7 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import torch
 import pytest
 import torch
 import torch.distributed as dist
