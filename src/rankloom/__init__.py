@@ -14,7 +14,7 @@ _HOME = {
     "Topology": "base.topology",
     "Bill": "base.cost",
     "Group": "world.group",
-    "World": "world.connect",
+    "World": "world.world",
     "init": "world.join",
     "simulate": "world.simulate",
     "spawn": "world.spawn",

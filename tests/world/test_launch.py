@@ -194,7 +194,7 @@ def test_reading_the_environment_takes_it_as_it_is_now(monkeypatch):
 
 
 def test_a_number_of_ranks_stands_for_that_many_replicas():
-    from rankloom.world.connect import as_mesh
+    from rankloom.world.world import as_mesh
 
     assert as_mesh(3) == rl.Mesh(replicate=3)
     assert as_mesh(rl.Mesh(tensor=2)) == rl.Mesh(tensor=2)

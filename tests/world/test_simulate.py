@@ -12,8 +12,8 @@ from torch import nn
 
 import rankloom as rl
 from patience import AT_ONCE, wait_until
-from rankloom.world.connect import World
 from rankloom.world.simulate import _resolve_operators
+from rankloom.world.world import World
 
 
 class Mine(Exception):

@@ -45,8 +45,8 @@ from rankloom.shard.optimizer_state import load_optimizer_state, whole_state
 from rankloom.train.checkpoint_parts import MODEL, OPTIMIZER, computed_entries, whole_part
 from rankloom.train.long_work import while_others_wait
 from rankloom.train.state import NEW_RUN, TrainingState, expect_fit, own_parts
-from rankloom.world.connect import World
 from rankloom.world.objects import gather_object, scatter_object
+from rankloom.world.world import World
 
 
 def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_run: Mapping[str, Any] | None = None) -> None:

@@ -31,7 +31,7 @@ from rankloom.train.pipe import without_functions
 from rankloom.train.recompute import parse_policy
 from rankloom.train.rules import conflicts
 from rankloom.train.split_model import ROW_AXES, is_split
-from rankloom.world.connect import World
+from rankloom.world.world import World
 
 
 def logical_shards(deterministic: bool | int, world: World, accumulate: int) -> int:

@@ -50,8 +50,8 @@ from rankloom.train.placement import Placement, ReplicatedPlacement
 from rankloom.train.precision import UNMEASURED, LossScale, Precision
 from rankloom.train.recompute import Recompute
 from rankloom.train.state import TrainingState, gather_state, load_state
-from rankloom.world.connect import World
 from rankloom.world.group import Group
+from rankloom.world.world import World
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 SAME_RATES = ", or they diverge. A scheduler that looks at a metric must see one of all ranks, such as the loss of `engine.evaluate`"

@@ -27,8 +27,8 @@ from rankloom.train.placement import Placement
 from rankloom.train.put_back import same_bits, untrained
 from rankloom.train.split_model import SHARING_AXES
 from rankloom.train.sum_check import EQUAL_IF_WITHIN, SAME_IF_WITHIN, TokensApart, expect_sum_of_step, runs_compiled
-from rankloom.world.connect import World
 from rankloom.world.group import Group
+from rankloom.world.world import World
 
 PROCESS = secrets.token_hex(8)   # with the process id: equal for simulated ranks, which share torch's generator
 FEW_STEPS = 5

@@ -20,8 +20,8 @@ from rankloom.train.config import write_config
 from rankloom.train.long_work import while_others_wait
 from rankloom.train.run_folder import claim_run_folder, describe_environment, hold, leave_if_empty, write_json
 from rankloom.train.schema import Config
-from rankloom.world.connect import World
 from rankloom.world.launch import agent_mark, is_launched_here, restarts
+from rankloom.world.world import World
 
 SECONDS_BETWEEN_NOTICES = 2.0
 CUT = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}

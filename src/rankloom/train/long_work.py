@@ -12,7 +12,7 @@ import torch
 
 from rankloom.base import errors
 from rankloom.base.errors import RankLost
-from rankloom.world.connect import World
+from rankloom.world.world import World
 
 SECONDS_BETWEEN_SIGNS = 0.05
 T = TypeVar("T")

@@ -29,8 +29,8 @@ from rankloom.train.run_folder import Journal
 from rankloom.train.schema import Config
 from rankloom.train.split_model import SHARING_AXES, is_split
 from rankloom.train.stop import Agreement, StopSignal
-from rankloom.world.connect import World
 from rankloom.world.group import Group
+from rankloom.world.world import World
 
 
 def train(config: Config, world: World, sink: Sink) -> Summary:

@@ -34,8 +34,8 @@ from rankloom.train.placement import CanonicalReplicatedPlacement, Placement, Re
 from rankloom.train.precision import cast_activations
 from rankloom.train.sharded import CanonicalShardedPlacement, ShardedPlacement, SplitPlacement
 from rankloom.train.split_model import PART_AXES, ROW_AXES
-from rankloom.world.connect import World
 from rankloom.world.group import Group
+from rankloom.world.world import World
 
 
 def place_whole(model: nn.Module, world: World, settings: Settings, build: Build, fill: FirstValues | None,

@@ -21,7 +21,7 @@ from rankloom.train.dropout import DropoutKey
 from rankloom.train.pipe import ChosenPipe
 from rankloom.train.pipeline_stages import pieces_for
 from rankloom.train.running_microbatch import RunningMicrobatch
-from rankloom.world.connect import World
+from rankloom.world.world import World
 
 
 def cut_by_measure(chosen: ChosenPipe, model: nn.Module, world: World) -> ChosenPipe:

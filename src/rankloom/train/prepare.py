@@ -61,9 +61,9 @@ from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
 from rankloom.train.running_microbatch import RunningMicrobatch
 from rankloom.train.split_model import ROW_AXES, is_split, split_model
-from rankloom.world.connect import World
 from rankloom.world.group import Group
 from rankloom.world.launch import fix_cublas_workspace
+from rankloom.world.world import World
 
 
 @with_memory   # its argument may be built in the same `with torch.device("meta")`

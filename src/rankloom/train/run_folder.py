@@ -41,7 +41,7 @@ from rankloom.base.events import Evaluated, Event, StepDone
 from rankloom.base.files import saving
 from rankloom.data.text import expanded
 from rankloom.train.schema import Config
-from rankloom.world.connect import World
+from rankloom.world.world import World
 
 PACKAGES = ("rankloom", "torch", "numpy", "safetensors", "tokenizers", "pydantic")
 

@@ -15,7 +15,7 @@ from rankloom.parallel.context import KEYED_DROPOUT, RING, TellPositions, contex
 from rankloom.parallel.expert import expert_parallel
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.tensor.apply import tensor_parallel
-from rankloom.world.connect import World
+from rankloom.world.world import World
 
 DATA_AXES = ("replicate", "shard")
 ROW_AXES = ("replicate", "shard", "expert")

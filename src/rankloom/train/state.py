@@ -19,7 +19,7 @@ from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.placement import Placement
-from rankloom.world.connect import World
+from rankloom.world.world import World
 
 NEW_RUN: dict[str, Any] = {"step": 0, "loss_scale": None, "amax": {}}
 

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import torch
 
-from rankloom.world.connect import World
 from rankloom.world.leave import handling_stop_signals
+from rankloom.world.world import World
 
 SECONDS_TO_SPEAK = 1.0   # at the end, for an acknowledgement that waits for the terminal
 

@@ -20,8 +20,8 @@ from rankloom.train.batches import expect_rows, rows_if_any, rows_of, with_halve
 from rankloom.train.compiled import is_compiled
 from rankloom.train.put_back import state_put_back
 from rankloom.train.split_model import SHARING_AXES
-from rankloom.world.connect import World
 from rankloom.world.group import Group
+from rankloom.world.world import World
 
 TokensApart = Callable[[Apart], AbstractContextManager[None]]
 EQUAL_IF_WITHIN = 1e-5   # of a loss: nondeterministic kernels make ranks differ by less when they compute the same

@@ -5,7 +5,7 @@ ledger, and turns a backend's failure into `RankLost` or `CollectiveTimeout` wit
 `async_op=True` it returns a `Handle` at once.
 
 A group of one rank has no connection: every collective is the identity.
-Read `world/connect.py` for how groups are made, `base/cost.py` for the bills.
+Read `world/world.py` for how groups are made, `base/cost.py` for the bills.
 """
 
 import json

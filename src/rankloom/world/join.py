@@ -17,13 +17,14 @@ from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import GPU_LINKS, Links
 from rankloom.world.cluster import find_topology
-from rankloom.world.connect import AUTO, World, device_for
+from rankloom.world.connect import AUTO, device_for
 from rankloom.world.launch import Place, agent_keeps_store, debug_mode, find_place, has_agent, job_name, meeting_point, report_uncaught
 from rankloom.world.leash import die_with
 from rankloom.world.malloc_tuning import keep_freed_memory
 from rankloom.world.program import expect_same_program
 from rankloom.world.transport.ask import ask
 from rankloom.world.transport.meet import start_afresh
+from rankloom.world.world import World
 
 # Stores stay open until the process ends. If rank 0's store closed with its world, a peer that quickly builds the next world could
 # still connect to the old server, which is about to stop. Within one process, torch lets all stores of a port share one server.
@@ -64,7 +65,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
         expect_same_program(store, place.rank, place.size, timeout, mesh=mesh, device=where.type, backend=backend,
                             topology="left out" if topology is None else "a file", RANKLOOM_DEBUG=debug_mode())
     world = World(store, place.rank, mesh or place.size, where, timeout=timeout, local_rank=place.local_rank,
-                  local_size=place.local_size, loopback=place.local_size == place.size, debug=debug_mode(),
+                  local_size=place.local_size, one_host=place.local_size == place.size, debug=debug_mode(),
                   topology=find_topology(place, store, timeout, topology, links=GPU_LINKS if where.type == "cuda" else Links()),
                   backend=backend)
     if where.type == "cpu":

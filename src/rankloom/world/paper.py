@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill
 from rankloom.base.mesh import Mesh
-from rankloom.world.connect import World
 from rankloom.world.group import Group, Handle
+from rankloom.world.world import World
 
 NO_MEMORY = "meta"
 

@@ -16,10 +16,11 @@ from rankloom.base.errors import RankLost
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
-from rankloom.world.connect import GLOO, SPARE, World, as_mesh
+from rankloom.world.connect import GLOO
 from rankloom.world.failure import briefly, raisable
 from rankloom.world.launch import debug_mode
 from rankloom.world.open_files import make_room
+from rankloom.world.world import SPARE, World, as_mesh
 
 T = TypeVar("T")
 RESOLVING = threading.Lock()

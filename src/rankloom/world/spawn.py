@@ -25,9 +25,10 @@ import torch.distributed as dist
 from rankloom.base.errors import ConfigError, RankFailed
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
-from rankloom.world.connect import AUTO, LOOPBACK, World, as_mesh, device_for
+from rankloom.world.connect import AUTO, LOOPBACK, device_for
 from rankloom.world.failure import briefly, raisable, signal_name
 from rankloom.world.launch import debug_mode
+from rankloom.world.world import World, as_mesh
 
 T = TypeVar("T")
 SETTLE = 1.0  # seconds to wait for the cause, after a rank has reported that it lost another

@@ -15,12 +15,12 @@ import torch.distributed as dist
 import rankloom as rl
 from patience import AT_ONCE, STARTED
 from rankloom.base.errors import RankLost
-from rankloom.world import connect
-from rankloom.world.connect import World
+from rankloom.world import world as worlds
 from rankloom.world.transport import process_group
 from rankloom.world.transport.meet import hear_all, name_of, start_afresh, unset_keys
 from rankloom.world.transport.memory import map_together
 from rankloom.world.transport.process_group import SharedMemoryGroup
+from rankloom.world.world import World
 
 P = 3
 
@@ -132,7 +132,7 @@ def test_a_group_of_thousands_of_ranks_has_keys_that_the_store_takes(build, monk
         assert store.get("key") == b"value"
         raise Told
 
-    for module in (connect, process_group):
+    for module in (worlds, process_group):
         monkeypatch.setattr(module, "build", tell)
     with pytest.raises(Told):
         build(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
