@@ -53,6 +53,7 @@ def called(name, module):
     ({"stage": 3}, {"accumulate": 4}, "accumulate is 4, on rank 0 1"),
     ({"stage": 3}, {"reshard_after_forward": False}, "reshard_after_forward is False, on rank 0 True"),
     ({"stage": 3}, {"ahead": 2}, "ahead is 2, on rank 0 1"),
+    ({"stage": 2, "mesh": rl.Mesh(replicate=2)}, {"offload": True}, "offload is True, on rank 0 False"),
     ({"stage": 2}, {"gradient_memory": 9}, "gradient_memory is 9, on rank 0 0"),
     ({"stage": 1}, {"units": 9}, "units is 9, on rank 0 'auto'"),
     ({"stage": 3}, {"units": called}, "units is 'a function', on rank 0 'auto'"),
@@ -99,6 +100,10 @@ def test_ranks_may_cut_their_rows_in_other_numbers_of_micro_batches():
     """One may have less memory than another: sums do not tell."""
     steps = rl.simulate(2, lambda world: start(world, accumulate=1 + world.rank).step(torch.ones(2, 2)).count)
     assert steps == [4, 4]
+
+
+def test_at_stage_1_a_rank_may_offload_alone():
+    assert rl.simulate(2, lambda world: start(world, stage=1, offload=world.rank == 1).step(torch.ones(2, 2)).count) == [4, 4]
 
 
 def model_with(constant, names):

@@ -161,13 +161,13 @@ def check_alike(world: World, settings: Settings, stage: int, asked: Mapping[str
     """
     mine = {"stage": int(stage), "clip": settings.clip and float(settings.clip), "precision": settings.precision,
             "deterministic": settings.logical_shards, **asked, "pipe": without_functions(asked["pipe"])}
-    del mine["offload"]   # a rank may have less memory than others
     if not isinstance(asked["units"], str | int | type | tuple):
         mine["units"] = "a function"
     if asked["tensor_plan"] is not None:
         mine["tensor_plan"] = dict(asked["tensor_plan"])
     if stage > 1 or is_split(world):   # each micro-batch has collectives of its own
         mine["accumulate"] = settings.accumulate
-    else:   # a plan by bytes is made in a collective; nothing else is one
+    else:   # a rank may have less memory than others; but a plan by bytes is made in a collective
+        del mine["offload"]
         mine["recompute"] = "a number of bytes" if parse_policy(asked["recompute"])[1] else "none, selective or full"
     expect_alike(world, "way to train", mine)
