@@ -120,6 +120,13 @@ def test_any_length_comes_out_right_and_is_charged(case, p):
             assert bill == way.bill(n, p, itemsize, rank, wide=widening(dtype))
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] == "all_reduce"], ids="-".join)
+def test_a_sum_keeps_its_shape_and_may_have_no_dims_at_all(case):
+    run, shapes = algorithms(3)[case].run, ((), (2, 1, 3))
+    for sums in rl.simulate(3, lambda world: [run(torch.full(shape, 2.0), world) for shape in shapes]):
+        assert [total.shape for total in sums] == [*map(torch.Size, shapes)] and all(total.eq(6.0).all() for total in sums)
+
+
 def source_of(collective: str, rank: int, at: int, n: int, p: int) -> Counter:
     """Which (rank, element) must make up element `at` of what `rank` ends with."""
     if collective == "broadcast":

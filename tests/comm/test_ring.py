@@ -1,4 +1,4 @@
-"""The ring: right sums, the price on its bill, and a proof by histories that every chunk travels as it should."""
+"""The ring: a proof by histories that every chunk travels as it should. What all algorithms promise is in test_algorithms.py."""
 
 from collections import Counter
 
@@ -9,8 +9,6 @@ import rankloom as rl
 from provenance import trace
 from rankloom.base.cost import all_reduce_bill
 from rankloom.comm.ring import ring_all_gather, ring_all_reduce_bill, ring_reduce_scatter
-
-RANKS = [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
@@ -46,21 +44,7 @@ def test_the_order_of_addition_is_the_way_around_the_ring(p):
         assert torch.equal(result, torch.cat(expected))
 
 
-@pytest.mark.parametrize("n", [0, 1, 5, 24, 31])
-@pytest.mark.parametrize("p", RANKS)
-def test_the_ring_sums_and_pays_exactly_its_bill(p, n):
-    def body(world):
-        x = torch.arange(n, dtype=torch.float64) + 1000 * world.rank
-        returned = rl.ring_all_reduce(x, world)
-        return x, returned is x, world.ledger
-
-    expected = p * torch.arange(n, dtype=torch.float64) + 1000 * sum(range(p))
-    for rank, (x, in_place, ledger) in enumerate(rl.simulate(p, body)):
-        assert torch.equal(x, expected) and in_place
-        assert (ledger.messages, ledger.bytes) == ring_all_reduce_bill(n, p, itemsize=8, rank=rank)
-
-
-@pytest.mark.parametrize("p", RANKS)
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("n", [7, 60])
 def test_the_bills_of_all_ranks_together_are_what_the_docstring_says(p, n):
     bills = [ring_all_reduce_bill(n, p, itemsize=4, rank=rank) for rank in range(p)]
@@ -68,35 +52,6 @@ def test_the_bills_of_all_ranks_together_are_what_the_docstring_says(p, n):
     assert {bill.messages for bill in bills} == {2 * (p - 1)}
     if n % p == 0:
         assert set(bills) == {all_reduce_bill(4 * n, p)}
-
-
-@pytest.mark.parametrize("p", [2, 3, 4])
-def test_all_ranks_end_with_the_same_bits(p):
-    def body(world):
-        x = torch.randn(101, generator=torch.Generator().manual_seed(world.rank))
-        return rl.ring_all_reduce(x, world)
-
-    first, *others = rl.simulate(p, body)
-    assert all(torch.equal(first, other) for other in others)
-
-
-def test_any_shape_and_dtype_keeps_its_shape_and_dtype():
-    def body(world):
-        return [rl.ring_all_reduce(torch.full(shape, 2, dtype=dtype), world)
-                for shape, dtype in (((3, 5), torch.int64), ((), torch.float32), ((2, 1, 3), torch.bfloat16))]
-
-    for matrix, number, cube in rl.simulate(3, body):
-        assert matrix.tolist() == [[6] * 5] * 3 and number.item() == 6.0 and number.dim() == 0
-        assert cube.dtype == torch.bfloat16 and cube.shape == (2, 1, 3) and (cube == 6).all()
-
-
-def test_a_tensor_with_gaps_is_refused_before_anything_is_sent():
-    def body(world):
-        with pytest.raises(rl.NotContiguous, match=rf"rank {world.rank}: ring_all_reduce .*strides \(1, 4\)"):
-            rl.ring_all_reduce(torch.zeros(3, 4).t(), world)
-        return world.ledger.calls
-
-    assert rl.simulate(2, body) == [0, 0]
 
 
 def test_a_gather_into_a_buffer_that_does_not_fit_names_what_would():
