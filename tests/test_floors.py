@@ -13,16 +13,17 @@ ROOT = Path(__file__).parent.parent / "src" / "rankloom"
 FLOORS = ["base", "world", "comm", "shard", "parallel", "checkpoint models data", "train", "watch"]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms.split()}
 FILES = sorted(ROOT.rglob("*.py"))
-# Upper floors that a room may not see although they lie below it: watch reads events and run folders only.
 MADE_BY_TORCH = {name for maker in _device_constructors() if getattr(torch, name := maker.__name__, None) is maker}
+# All that a room may see of the floors below it, where that is not all of them: watch reads events and run folders only.
 SEES_ONLY = {"watch": {"base"}, "models": {"base"}, "data": {"base"}}
 
 
 def imports(file: Path) -> set[str]:
-    """Full names of all modules that `file` imports, anywhere in it."""
+    """Full names of all modules that `file` imports, anywhere in it, and of what it takes from them, which may be modules too."""
     nodes = nodes_of(file)
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return plain | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    taken = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return plain | {node.module for node in taken} | {f"{node.module}.{alias.name}" for node in taken for alias in node.names}
 
 
 def room_of(module: str) -> str | None:

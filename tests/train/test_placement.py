@@ -263,11 +263,19 @@ def test_parameters_that_stay_cut_over_neighbours_hold_that_share_between():
         assert trace.moments[-1][1].gathered == 0
 
 
-@pytest.mark.parametrize("memory, whole_blocks", [(0, 0), (2 * N * 4, 1), (WHOLE * 4, BLOCKS)])
-def test_gradients_that_accumulate_stay_within_the_memory_that_is_given(memory, whole_blocks):
+@pytest.mark.parametrize("memory", [0, 2 * N * 4, WHOLE * 4])
+def test_gradients_that_accumulate_stay_within_the_memory_that_is_given(memory):
     for trace in rl.simulate(2, lambda world: run(world, 3, "fp32", accumulate=3, gradient_memory=memory)):
         for moment, held, _ in trace.moments:
             assert held.gradients <= WHOLE * 4 // 2 + memory + 3 * N * 4, moment   # two on their way, and what arrives for them
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kept", [1, 2, BLOCKS + 1])   # the root comes first
+def test_a_section_whose_gradients_fit_the_memory_that_is_given_is_reduced_once_a_step(kept, stage):
+    step = lambda memory: rl.simulate(2, partial(sent_in_a_step, stage=stage, accumulate=3, gradient_memory=memory))
+    for (often, _), (seldom, _) in zip(step(N * 4 - 1), step((kept + 1) * N * 4 - 1), strict=True):
+        assert often - seldom == (3 - 1) * kept * N * 4 // 2   # a rank sends half of each section to the other
 
 
 class Twice(Tower):
