@@ -17,6 +17,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,8 @@ from rankloom.data.text import documents
 from rankloom.models.config import GPTConfig, parameter_count, preset
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss, loss_and_gradient
-from rankloom.train.fp8 import Float8Layers, Recipe, to_float8
+from rankloom.train.fp8 import InFloat8, Recipe
+from rankloom.train.precision import PRECISIONS
 
 RECIPES = {"bf16": None, "fp8": Recipe(), "fp8 delayed": Recipe(timing="delayed"), "fp8 row": Recipe(scaling="row")}
 WARM_UP = 20     # steps in which the learning rate rises
@@ -62,13 +64,10 @@ def worker(args: argparse.Namespace) -> None:
     config, rows = shape(args.small)
     model = GPT(config, device=device)
     recipe = RECIPES[args.worker]
-    layers = to_float8(model, recipe) if recipe else Float8Layers({}, None)
     if not args.eager:
-        for block in model.blocks:
-            block.compile()
         model.loss_kernel = torch.compile(loss_and_gradient)
-    world = rl.init(device=device.type)
-    engine = rl.prepare(model, loss=language_model_loss, world=world, clip=1.0, precision="bf16",
+    engine = rl.prepare(model, loss=language_model_loss, world=rl.init(device=device.type), clip=1.0, compile=not args.eager,
+                        precision=replace(PRECISIONS["fp8"], float8=recipe) if recipe else "bf16",
                         schedule=lambda step: RATE * min(1.0, (step + 1) / WARM_UP),
                         optimizer=lambda p: torch.optim.AdamW(p, lr=RATE, betas=(0.9, 0.95), fused=True))
     corpus, draw = text(1 << 18 if args.small else 1 << 23), torch.Generator().manual_seed(0)
@@ -78,16 +77,15 @@ def worker(args: argparse.Namespace) -> None:
         piece = rows_of(corpus, rows, config.seq_len + 1, draw).to(device)
         synchronize(device)
         begin = time.perf_counter()
-        layers.begin_step(whole=True)
         losses.append(engine.step((piece[:, :-1].contiguous(), piece[:, 1:].contiguous())).loss)
-        layers.end_step(world.group("replicate", "shard"))
         synchronize(device)
         seconds.append(time.perf_counter() - begin)
         if step % tenth == 0:
             pace = statistics.median(seconds[-tenth:])
             print(f"{args.worker}, step {step} of {args.steps}: loss {losses[-1]:.4f}, {pace * 1e3:.1f} ms a step", flush=True)
     found = {"seconds": statistics.median(seconds[tenth:]), "loss": statistics.mean(losses[-tenth:]), "losses": losses,
-             "layers": len(layers.layers), "peak": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0}
+             "layers": sum(isinstance(module, InFloat8) for module in model.modules()),
+             "peak": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0}
     Path(args.out).write_text(json.dumps(found))
 
 

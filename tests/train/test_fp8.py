@@ -1,5 +1,6 @@
 """FP8 training: which layers, what they compute, what they keep, and that a model learns with it."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,7 +16,8 @@ from rankloom.models.config import preset
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.train import fp8
-from rankloom.train.fp8 import Float8Layers, Float8Linear, Recipe, plan_float8, to_float8
+from rankloom.train.fp8 import Float8Linear, Recipe, plan_float8, to_float8
+from rankloom.train.precision import PRECISIONS
 from rankloom.train.recompute import recompute
 
 RECIPES = [Recipe(), Recipe(scaling="row"), Recipe(timing="delayed"), Recipe(backward=E4M3)]
@@ -418,16 +420,14 @@ def test_compiled_blocks_are_one_graph_and_give_the_same(recipe):
 def losses_of(recipe: Recipe | None) -> list[float]:
     """Of 60 steps on real text."""
     def body(world):
-        model = GPT(SMALL)
-        layers = to_float8(model, recipe) if recipe else Float8Layers({}, None)
-        engine = rl.prepare(model, loss=language_model_loss, world=world, precision="bf16", optimizer=lambda p: torch.optim.AdamW(p, 3e-3))
+        precision = replace(PRECISIONS["fp8"], float8=recipe) if recipe else "bf16"
+        engine = rl.prepare(GPT(SMALL), loss=language_model_loss, world=world, precision=precision,
+                            optimizer=lambda p: torch.optim.AdamW(p, 3e-3))
         text = torch.frombuffer(bytearray(next(documents("stdlib")).text.encode()), dtype=torch.uint8).long()
         draw, losses = torch.Generator().manual_seed(0), []
         for _ in range(60):
             piece = torch.stack([text[at : at + 33] for at in torch.randint(0, len(text) - 33, (8,), generator=draw)])
-            layers.begin_step(whole=True)
             losses.append(engine.step((piece[:, :-1], piece[:, 1:])).loss)
-            layers.end_step(world.group("replicate"))
         return losses
 
     return rl.simulate(1, body)[0]
