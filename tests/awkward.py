@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from closeness import tensors_of
+
 VOCAB, WIDTH = 17, 12
 
 
@@ -98,7 +100,7 @@ def train_plainly(clip: float | None = None, optimizer=adamw, dtype: torch.dtype
 def fingerprint(state: dict, losses: list[float]) -> str:
     """SHA-256 over every bit of parameters, optimizer state and reported losses."""
     digest = hashlib.sha256(repr([value.hex() for value in losses]).encode())
-    tensors = {**state["model"], **{f"{n}.{k}": v for n, held in state["optimizer"]["state"].items() for k, v in held.items()}}
+    tensors = tensors_of(state)
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from closeness import error, expect_close
 from rankloom.parallel.model_split import ModelSplit, full_state_dict
 
 RTOL = 1e-12   # of the largest element: the same terms added in another order, some of which cancel
@@ -23,12 +24,6 @@ def whole_gradients(model: nn.Module, group) -> dict[str, torch.Tensor]:
     return joined(grads, model, group)
 
 
-def error(mine: torch.Tensor, truth: torch.Tensor) -> float:
-    """The largest difference, in units of the largest element."""
-    assert mine.shape == truth.shape, f"{mine.shape} is not {truth.shape}"
-    return ((mine - truth).abs().max() / truth.abs().max().clamp(min=1e-300)).item() if truth.numel() else 0.0
-
-
 def expect_equal(ranks: int, make: Callable[[], nn.Module], run: Callable, *, plan=None, rtol: float = RTOL,
                  before: Callable = lambda world: None, **options) -> None:
     """Split `make()` over ranks; `run(model) -> (logits, loss)`, logits or None, must give what the plain model does.
@@ -38,6 +33,7 @@ def expect_equal(ranks: int, make: Callable[[], nn.Module], run: Callable, *, pl
     plain = make()
     logits, loss = run(plain)
     loss.backward()
+    truth = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in plain.named_parameters()}
 
     def body(world):
         before(world)
@@ -47,12 +43,10 @@ def expect_equal(ranks: int, make: Callable[[], nn.Module], run: Callable, *, pl
         return seen, value.detach(), whole_gradients(model, world), full_state_dict(model, world)
 
     for seen, value, grads, state in rl.simulate(ranks, body):
-        assert error(value, loss.detach()) <= rtol
+        assert error(value, loss) <= rtol
         assert logits is None or error(seen, logits) <= rtol
-        assert list(grads) == [name for name, _ in plain.named_parameters()]
-        for name, param in plain.named_parameters():
-            truth = torch.zeros_like(param) if param.grad is None else param.grad
-            assert error(grads[name], truth) <= rtol, f"gradient of {name}"
+        assert list(grads) == list(truth)
+        expect_close(grads, truth, rtol)
         assert list(state) == list(plain.state_dict())
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=0)

@@ -13,6 +13,7 @@ import torch
 
 import rankloom as rl
 from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, share, train_plainly
+from closeness import expect_close
 
 pytestmark = pytest.mark.gloo
 
@@ -43,29 +44,15 @@ def train_with_delays(world: rl.World) -> dict:
     return train(world, accumulate=3)
 
 
-def expect_close(mine: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Relative to the largest element: a small one is the difference of large ones. `mine` may be on any device."""
-    mine = mine.cpu()
-    bound = RTOL * expected.abs().max().item()
-    if mine.dtype != expected.dtype or mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=RTOL, atol=bound):
-        torch.testing.assert_close(mine, expected, rtol=RTOL, atol=bound, msg=lambda text: f"{name}: {text}")   # says what
-
-
 def expect_equal(mine: dict, reference: dict) -> None:
     """Parameters, gradients, optimizer state, losses and norms, name by name."""
     for part in ("params", "grads"):
-        assert mine[part].keys() == reference[part].keys()
-        for name, expected in reference[part].items():
-            if expected is None:
-                assert mine[part][name] is None, f"{part} {name} should have no gradient"
-            else:
-                expect_close(mine[part][name], expected, name)
+        expect_close(mine[part], reference[part], RTOL)
     assert mine["optimizer"].keys() == reference["optimizer"].keys()
     for name, held in reference["optimizer"].items():
-        for key, expected in held.items():
-            expect_close(mine["optimizer"][name][key], expected, f"{name}.{key}")
-    assert mine["losses"] == pytest.approx(reference["losses"], rel=RTOL)
-    assert mine["norms"] == pytest.approx(reference["norms"], rel=RTOL)
+        expect_close(mine["optimizer"][name], held, RTOL)
+    for part in ("losses", "norms"):
+        assert mine[part] == pytest.approx(reference[part], rel=RTOL)
 
 
 @pytest.fixture(scope="module")

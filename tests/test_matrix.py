@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import rankloom as rl
+from closeness import expect_close, numbered, tensors_of
 from rankloom import GPT, GPTConfig
 from rankloom.models.config import MoEConfig
 from rankloom.models.loss import language_model_loss
@@ -70,33 +71,19 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
-def train(world: rl.World, model: GPT, stage: int) -> tuple[list[tuple[float, ...]], dict]:
+def train(world: rl.World, model: GPT, stage: int) -> dict[str, torch.Tensor]:
     """What must be equal: loss, norm and count of every step, and the whole state at the end."""
     pipe = {"pipe": SCHEDULES[stage % 2], "accumulate": 2} if world.mesh.pipe > 1 else {}
     engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=stage, clip=0.5, **pipe)
     rows = engine.group
     reports = [engine.step(tuple(t.tensor_split(rows.size)[rows.rank] for t in batch)) for batch in make_batches()]
-    return [(r.loss, r.grad_norm, r.count) for r in reports], engine.full_state_dict()
+    return numbered("report", [x for r in reports for x in (r.loss, r.grad_norm, r.count)]) | tensors_of(engine.full_state_dict())
 
 
 @cache
-def truth(stage: int, experts: bool) -> tuple[list[tuple[float, ...]], dict]:
+def truth(stage: int, experts: bool) -> dict[str, torch.Tensor]:
     """The same on one process, at stage 0."""
     return rl.simulate(1, lambda world: train(world, build(stage, experts), 0))[0]
-
-
-def largest_error(mine: tuple[list, dict], expected: tuple[list, dict]) -> float:
-    """Relative to the largest element of each tensor."""
-    errors = [abs(a - b) / abs(b) for ours, theirs in zip(mine[0], expected[0], strict=True) for a, b in zip(ours, theirs, strict=True)]
-    assert mine[1]["model"].keys() == expected[1]["model"].keys()
-    pairs = [(mine[1]["model"][name], value) for name, value in expected[1]["model"].items()]
-    ours, theirs = mine[1]["optimizer"]["state"], expected[1]["optimizer"]["state"]
-    assert ours.keys() == theirs.keys()
-    pairs += [(ours[name][key], value) for name, held in theirs.items() for key, value in held.items()]
-    for a, b in pairs:
-        assert a.shape == b.shape
-        errors.append(((a - b).abs().max() / b.abs().max().clamp(min=1e-300)).item())
-    return max(errors)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -110,9 +97,8 @@ def test_every_layout_equals_one_process(mesh, record_property):
             continue
         expected = truth(stage, experts)
         for mine in rl.simulate(mesh, lambda world, stage=stage, experts=experts: train(world, build(stage, experts), stage)):
-            worst = max(worst, largest_error(mine, expected))
+            worst = max(worst, expect_close(mine, expected, BOUND))
     record_property("layout", [str(mesh), f"refused: {reason}" if reason else f"{worst:.1e}"])
-    assert worst < BOUND
 
 
 @pytest.mark.parametrize("mesh", [rl.Mesh(tensor=2), rl.Mesh(pipe=2, shard=2, tensor=2), rl.Mesh(shard=2, context=2),
@@ -133,7 +119,7 @@ def test_a_state_moves_to_another_layout_and_back(mesh):
     there = rl.simulate(mesh, lambda world: go_on(world, 3, slice(2, 3), begun))
     ((back, _),) = rl.simulate(1, lambda world: go_on(world, 0, slice(2, 3), rl.simulate(mesh, lambda w: go_on(w, 1, slice(0, 2)))[0][0]))
     for state in (back, *(state for state, _ in there)):
-        assert largest_error(([], state), ([], expected)) < BOUND
+        expect_close(tensors_of(state), tensors_of(expected), BOUND)
     assert [evaluated for _, evaluated in there] == pytest.approx([loss] * mesh.size, rel=BOUND)
 
 
@@ -141,7 +127,7 @@ def test_a_state_moves_to_another_layout_and_back(mesh):
 def test_a_sample_of_layouts_in_processes_equals_one_process(mesh):
     expected = truth(3, True)
     for mine in rl.spawn(mesh, train_in_a_process):
-        assert largest_error(mine, expected) < BOUND
+        expect_close(mine, expected, BOUND)
 
 
 @pytest.mark.parametrize("mesh", [rl.Mesh(shard=4), rl.Mesh(shard=2, tensor=2), rl.Mesh(shard=2, context=2), rl.Mesh(shard=2, expert=2),
@@ -151,10 +137,10 @@ def test_a_sample_of_layouts_over_gloo_where_sections_are_gathered_equals_one_pr
     experts = has_experts(mesh, 3)
     expected = truth(3, experts)
     for mine in rl.simulate(mesh, lambda world: train(world, build(3, experts), 3), backend="gloo"):
-        assert largest_error(mine, expected) < BOUND
+        expect_close(mine, expected, BOUND)
 
 
-def train_in_a_process(world: rl.World) -> tuple[list[tuple[float, ...]], dict]:
+def train_in_a_process(world: rl.World) -> dict[str, torch.Tensor]:
     """At the top of the module, so that a process can be told to run it."""
     torch.set_num_threads(1)
     return train(world, build(3, True), 3)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from awkward import adamw, loss_sum, make_batches, make_model
+from closeness import expect_close
 from rankloom.base.errors import ConfigError
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
@@ -357,8 +358,7 @@ def expect_one_process(mesh: dict[str, int], options: dict, **both) -> None:
     ((numbers, weights),) = rl.simulate(1, lambda world: train_gpt(world, **both))
     for mine, state in rl.simulate(rl.Mesh(**mesh), lambda world: train_gpt(world, **options, **both)):
         assert mine == pytest.approx(numbers, rel=1e-12)
-        for name, value in weights.items():
-            assert (state[name] - value).abs().max() <= 1e-12 * value.abs().max(), name
+        expect_close(state, weights, 1e-12)
 
 
 @pytest.mark.parametrize(("mesh", "options"), MESHES, ids=str)

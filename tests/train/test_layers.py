@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rankloom as rl
+from closeness import expect_close, tensors_of
 from rankloom.parallel.pipeline.cut import Stage, make_stages
 from rankloom.train.layers import layer_pieces
 from token_rows import token_batches
@@ -89,17 +90,9 @@ def train(world: rl.World, model: nn.Module, give=lambda tokens, targets: (token
     reports = [engine.step(mine[0])]
     first, seen = engine.full_state_dict()["optimizer"]["state"], dict(logits)
     reports += [engine.step(batch) for batch in mine[1:]]
-    state = engine.full_state_dict()
-    tensors = {f"gradient of {name}": held["exp_avg"] for name, held in first.items()} | state["model"]
-    tensors |= {f"{name} {key}": value for name, held in state["optimizer"]["state"].items() for key, value in held.items()}
+    tensors = {f"gradient of {name}": held["exp_avg"] for name, held in first.items()} | tensors_of(engine.full_state_dict())
     return {"numbers": [x for r in (*reports, engine.evaluate(mine[:1])) for x in (r.loss, r.grad_norm, r.count)], "tensors": tensors,
             "logits": seen}
-
-
-def error(mine: torch.Tensor, truth: torch.Tensor) -> float:
-    """The largest difference, in units of the largest element."""
-    assert mine.shape == truth.shape
-    return ((mine - truth).abs().max() / truth.abs().max().clamp(min=1e-300)).item()
 
 
 def expect_equal(mesh: rl.Mesh, model: nn.Module, *, give=lambda tokens, targets: (tokens, targets), loss=loss_of_one_process,
@@ -109,11 +102,8 @@ def expect_equal(mesh: rl.Mesh, model: nn.Module, *, give=lambda tokens, targets
     seen = {}
     for mine in rl.simulate(mesh, lambda world: train(world, model, give, loss, **options)):
         assert mine["numbers"] == pytest.approx(truth["numbers"], rel=BOUND)
-        assert mine["tensors"].keys() == truth["tensors"].keys()
-        for name, value in truth["tensors"].items():
-            assert error(mine["tensors"][name], value) < BOUND, name
-        for row, value in mine["logits"].items():
-            assert error(value, truth["logits"][row]) < BOUND
+        expect_close(mine["tensors"], truth["tensors"], BOUND)
+        expect_close(mine["logits"], {row: truth["logits"][row] for row in mine["logits"]}, BOUND)
         seen |= mine["logits"]
     assert seen.keys() == truth["logits"].keys() and len(seen) == ROWS
 
@@ -407,7 +397,7 @@ def test_a_model_of_the_user_s_own_is_cut_by_what_it_does(kind, schedule, pipe):
     for found, state in rl.simulate(rl.Mesh(pipe=pipe), body):
         for ours, theirs in zip(found, truth, strict=True):
             assert ours == pytest.approx(theirs, rel=BOUND)
-        assert all(error(state[name], value) < BOUND for name, value in expected.items())
+        expect_close(state, expected, BOUND)
 
 
 class Weighed(Decoder):
@@ -476,8 +466,7 @@ def test_without_an_engine_the_pieces_tell_the_layers_only_how_many_tokens_there
     assert found[0][1].keys() | found[1][1].keys() == dict(plain.named_parameters()).keys()
     for value, grads in found:
         assert value == pytest.approx(total.item(), rel=BOUND)
-        for name, grad in grads.items():
-            assert error(grad, plain.get_parameter(name).grad) < BOUND
+        expect_close(grads, {name: plain.get_parameter(name).grad for name in grads}, BOUND)
 
 
 def test_a_stage_is_let_go_of_the_rest_of_the_model():

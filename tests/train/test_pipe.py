@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
+from closeness import expect_close
 from rankloom.models.config import MoEConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.models.pieces import gpt_pieces
@@ -42,9 +43,7 @@ def expect_equal(mesh, model, loss, batches, **options):
     (truth,) = rl.simulate(1, lambda world: trained(world, model, loss, batches))
     for numbers, state in rl.simulate(mesh, lambda world: trained(world, model, loss, batches, **options)):
         assert numbers == pytest.approx(truth[0], rel=BOUND)
-        assert state.keys() == truth[1].keys()
-        for name, value in truth[1].items():
-            torch.testing.assert_close(state[name], value, rtol=BOUND, atol=BOUND * value.abs().max().item())
+        expect_close(state, truth[1], BOUND)
 
 
 # ------------------------------------------------------------------ our GPT and any loss

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from awkward import make_batches, make_model
+from closeness import expect_close
 from rankloom.base.errors import BatchError, ConfigError, LossError, ShapeMismatch
 from rankloom.base.loss import take_auxiliary_loss
 from rankloom.models.config import GPTConfig, MoEConfig
@@ -85,14 +86,8 @@ def expect_equal(results, expected):
     seen = set()
     for mine, held in results:
         torch.testing.assert_close(mine, totals, rtol=RTOL, atol=0)
-        for name, grad in held.items():
-            seen.add(name)
-            if grads[name] is None:
-                assert grad is None, f"{name} should have no gradient"
-                continue
-            assert grad is not None, f"{name} has no gradient"
-            bound = RTOL * grads[name].abs().max().item()
-            torch.testing.assert_close(grad, grads[name], rtol=RTOL, atol=bound, msg=lambda text, name=name: f"{name}: {text}")
+        expect_close(held, {name: grads[name] for name in held}, RTOL)
+        seen |= held.keys()
     assert seen == grads.keys(), "no parameter was left out"
 
 

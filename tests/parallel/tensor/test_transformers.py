@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import rankloom as rl
+from closeness import error
 from rankloom.parallel.tensor.apply import PLANS
-from split_model import error, expect_equal
+from split_model import expect_equal
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from closeness import expect_close
+from gradients import gradients
 from rankloom.parallel.clip import clip_grad_norm_
 from rankloom.parallel.model_split import full_state_dict
-from split_model import RTOL, error, joined
+from split_model import RTOL, joined
 
 from .test_gpt import make, tokens
 
@@ -38,8 +40,7 @@ def test_two_data_ranks_of_split_models_are_one_model_with_the_whole_batch(repli
         return joined({name: p.grad for name, p in model.named_parameters()}, model, split)
 
     for grads in rl.simulate(rl.Mesh(replicate=replicate, tensor=tensor), body):
-        for name, param in plain.named_parameters():
-            assert error(grads[name], param.grad) < RTOL, name
+        expect_close(grads, gradients(plain), RTOL)
 
 
 def wrapped_as(kind: str, model: nn.Module, ranks) -> nn.Module:
@@ -72,8 +73,7 @@ def test_clipping_over_tensor_ranks_is_that_of_the_plain_model(kind, mesh, plan,
 
     for found, state in rl.simulate(mesh, body):
         assert abs(found / norm - 1) < RTOL
-        for name, value in expected.state_dict().items():
-            assert error(state[name], value) < RTOL, name
+        expect_close(state, expected.state_dict(), RTOL)
 
 
 def test_clipping_a_model_that_is_not_cut_says_which_function_does():
