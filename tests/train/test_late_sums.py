@@ -53,25 +53,25 @@ def trained(world: rl.World, stage: int, compress: str, every: int) -> rl.Engine
 
 
 @pytest.mark.parametrize(("mesh", "stage"), MESHES, ids=str)
-@pytest.mark.parametrize(("compress", "levels"), [("int8", 127), ("int4", 7)])
 @pytest.mark.parametrize("every", [2, 4])
-def test_a_block_that_is_not_always_used_stays_within_one_rounding_of_the_exact_run(mesh, stage, compress, levels, every):
+def test_a_block_that_is_not_always_used_stays_within_one_rounding_of_the_exact_run(mesh, stage, every):
     """The last step uses it, so nothing waits. What is missing is what is remembered, half a step of the grid in each of two roundings. A
     step is the largest of a block / levels, and that is a gradient with such errors: at most a half more than the largest gradient where
     levels are 7.
     """
     def body(world):
-        exact, lossy = (trained(world, stage, name, every).full_state_dict()["model"] for name in ("none", compress))
-        return max((lossy[name] - exact[name]).abs().max().item() for name in exact if "blocks.1" in name)
+        exact, *lossy = (trained(world, stage, name, every).full_state_dict()["model"] for name in ("none", "int8", "int4"))
+        used = [name for name in exact if "blocks.1" in name]
+        return [torch.cat([(state[name] - exact[name]).flatten() for name in used]).abs().max().item() for state in lossy]
 
     ranks = mesh.size
     largest = max((torch.outer(Block(1).signs, sum(rows(step, rank).sum(0) for rank in range(ranks))) / (ranks * ROWS)).abs().max().item()
                   for step in range(0, STEPS, every))
     alone = max((torch.outer(Block(1).signs, rows(step, rank).sum(0)) / (ranks * ROWS)).abs().max().item()
                 for step in range(0, STEPS, every) for rank in range(ranks))
-    bound = 1.5 * (ranks * alone + largest) / levels / 2
-    for off in rl.simulate(mesh, body):
-        assert 0 < off <= bound
+    for of_int8, of_int4 in rl.simulate(mesh, body):
+        assert 0 < of_int8 <= 1.5 * (ranks * alone + largest) / 127 / 2
+        assert 0 < of_int4 <= 1.5 * (ranks * alone + largest) / 7 / 2
 
 
 @pytest.mark.parametrize(("mesh", "stage"), MESHES[:4], ids=str)
