@@ -1,6 +1,7 @@
 """The model and data that break careless data parallelism, and the plain torch loop that everything is compared with."""
 
 import hashlib
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import nn
 from closeness import tensors_of
 
 VOCAB, WIDTH = 17, 12
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Awkward(nn.Module):
@@ -38,13 +40,18 @@ class Awkward(nn.Module):
         return self.head(x * self.scale)
 
 
-def make_model(dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> Awkward:
-    """Equal weights at every call, whatever thread asks."""
-    model, draw = Awkward(dropout), torch.Generator().manual_seed(7)
+def drawn(model: Model, dtype: torch.dtype = torch.float64, *, seed: int = 2, scale: float = 0.3) -> Model:
+    """With equal weights at every call, whatever thread asks."""
+    draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
-            param.copy_(torch.randn(param.shape, generator=draw) * 0.3)
+            param.copy_(torch.randn(param.shape, generator=draw) * scale)
     return model.to(dtype)
+
+
+def make_model(dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> Awkward:
+    """The same at every call."""
+    return drawn(Awkward(dropout), dtype, seed=7)
 
 
 def loss_sum(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -79,22 +86,28 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
-def train_plainly(clip: float | None = None, optimizer=adamw, dtype: torch.dtype = torch.float64) -> dict:
-    """Five steps of plain torch on one process with the whole batch: the truth."""
-    model = make_model(dtype)
+def train_plainly(clip: float | None = None, optimizer=adamw, *, model: nn.Module | None = None, batches: list | None = None,
+                  loss=loss_sum) -> dict:
+    """Plain torch on one process with whole batches: the truth. Five steps of the model above, unless told otherwise.
+
+    optimizer: makes one of the trained parameters, or a list of several
+    """
+    model = make_model() if model is None else model
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    update = optimizer(list(trained.values()))
+    made = optimizer(list(trained.values()))
+    updates = made if isinstance(made, list) else [made]
     losses, norms = [], []
-    for batch in make_batches():
-        update.zero_grad(set_to_none=True)
-        total, count = loss_sum(model, batch)
+    for batch in batches or make_batches():
+        model.zero_grad(set_to_none=True)
+        total, count = loss(model, batch)
         (total / count).backward()
         norms.append(nn.utils.clip_grad_norm_(trained.values(), clip or float("inf")).item())
-        update.step()
+        for update in updates:
+            update.step()
         losses.append((total / count).item())
-    grads = {n: p.grad for n, p in trained.items()}
-    return {"params": dict(model.state_dict()), "grads": grads, "losses": losses, "norms": norms,
-            "optimizer": {n: update.state[p] for n, p in trained.items() if p in update.state}}
+    held = {p: state for update in updates for p, state in update.state.items()}
+    return {"params": dict(model.state_dict()), "grads": {n: p.grad for n, p in trained.items()}, "losses": losses, "norms": norms,
+            "optimizer": {n: held[p] for n, p in trained.items() if p in held}}
 
 
 def fingerprint(state: dict, losses: list[float]) -> str:

@@ -1,10 +1,9 @@
 """The model that breaks careless sharding: blocks that are tied, nested, called twice, in changing order, or not at all."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from awkward import VOCAB, WIDTH
+from awkward import VOCAB, WIDTH, drawn, loss_sum
 
 
 class Inner(nn.Module):
@@ -64,12 +63,8 @@ class Blocky(nn.Module):
 
 
 def make_blocky(dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> Blocky:
-    """Equal weights at every call, whatever thread asks."""
-    model, draw = Blocky(dropout), torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape, generator=draw) * 0.3)
-    return model.to(dtype)
+    """The same at every call."""
+    return drawn(Blocky(dropout), dtype, seed=11)
 
 
 def make_turns(steps: int = 5, rows: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -87,37 +82,10 @@ def make_turns(steps: int = 5, rows: int = 12) -> list[tuple[torch.Tensor, torch
     return batches
 
 
-def train_blocky_plainly(clip: float | None, optimizer, build=make_blocky, loss=None) -> dict:
-    """Plain torch on one process with the whole batch: the truth."""
-    model = build()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    made = optimizer(list(trained.values()))
-    updates = made if isinstance(made, list) else [made]
-    losses, norms = [], []
-    for batch in make_turns():
-        model.zero_grad(set_to_none=True)
-        total, count = (loss or loss_of)(model, batch)
-        (total / count).backward()
-        norms.append(nn.utils.clip_grad_norm_(trained.values(), clip or float("inf")).item())
-        for update in updates:
-            update.step()
-        losses.append((total / count).item())
-    held = {p: state for update in updates for p, state in update.state.items()}
-    return {"params": dict(model.state_dict()), "grads": {}, "losses": losses, "norms": norms,
-            "optimizer": {n: held[p] for n, p in trained.items() if p in held}}
-
-
-def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Cross-entropy over the targets that are not padding: (sum, count)."""
-    tokens, targets = batch
-    total = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
-    return total, int((targets != -100).sum())
-
-
 def loss_with_penalty(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], *, first: bool) -> tuple[torch.Tensor, int]:
     """And the squares of all parameters, which the loss reads itself: before the model is called, or after."""
     before = _squares(model) if first else None
-    total, count = loss_of(model, batch)
+    total, count = loss_sum(model, batch)
     return total + 0.01 * count * (_squares(model) if before is None else before), count
 
 

@@ -6,6 +6,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 P, T = ParamSpec("P"), TypeVar("T")
 _drawing = threading.RLock()
@@ -22,3 +23,11 @@ def seeded(seed: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return built
 
     return wrap
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """Biases of zero and norms of one would hide what goes wrong with them."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn(param.shape, dtype=param.dtype))
+    return model

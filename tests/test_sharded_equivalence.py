@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import rankloom as rl
-from awkward import adamw, fingerprint, share
-from blocky import Block, Inner, loss_of, loss_with_penalty, make_blocky, make_turns, train_blocky_plainly
+from awkward import adamw, fingerprint, loss_sum, share, train_plainly
+from blocky import Block, Inner, loss_with_penalty, make_blocky, make_turns
 from rankloom.train import rules
 from rankloom.train.sharded import CanonicalShardedPlacement
 from test_equivalence import expect_equal
@@ -21,19 +21,24 @@ MESHES = {"1": 1, "2": 2, "3": 3, "4": 4, "(2,2)": rl.Mesh(replicate=2, shard=2)
           "(2,3)": rl.Mesh(replicate=2, shard=3)}
 
 
-def train(world: rl.World, stage: int, optimizer=adamw, clip: float | None = 1.0, loss=loss_of, **options) -> dict:
-    """Five steps with the engine; everything that must equal `train_blocky_plainly`."""
+def train(world: rl.World, stage: int, optimizer=adamw, clip: float | None = 1.0, loss=loss_sum, **options) -> dict:
+    """Five steps with the engine; everything that must equal `plainly`."""
     engine = rl.prepare(make_blocky(), loss=loss, optimizer=optimizer, world=world, clip=clip, stage=stage, **options)
     reports = [engine.step(share(batch, world.rank, world.size)) for batch in make_turns()]
     state = engine.full_state_dict()
-    return {"params": state["model"], "optimizer": state["optimizer"]["state"], "grads": {},
+    return {"params": state["model"], "optimizer": state["optimizer"]["state"],
             "losses": [r.loss for r in reports], "norms": [r.grad_norm for r in reports]}
+
+
+def plainly(clip: float | None = 1.0, **options) -> dict:
+    """The same steps of plain torch."""
+    return train_plainly(clip, model=make_blocky(), batches=make_turns(), **options)
 
 
 @pytest.fixture(scope="module")
 def reference() -> dict:
     torch.set_num_threads(1)
-    return train_blocky_plainly(1.0, adamw)
+    return plainly()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
@@ -57,7 +62,7 @@ def test_every_option_equals_one_process(stage, options, reference):
         with pytest.raises(rl.ConfigError, match="has no meaning at stage"):
             rl.simulate(2, lambda world: train(world, stage, **options))
         return
-    expected = train_blocky_plainly(None, adamw) if "clip" in options else reference
+    expected = plainly(clip=None) if "clip" in options else reference
     for mine in rl.simulate(3, lambda world: train(world, stage, **options)):
         expect_equal(mine, expected)
 
@@ -66,7 +71,7 @@ def test_every_option_equals_one_process(stage, options, reference):
 @pytest.mark.parametrize(("stage", "backend"), [(0, "gloo"), (1, "gloo"), (2, "gloo"), (3, "rankloom")])
 def test_a_loss_may_read_parameters_itself_where_they_stay_in_memory(stage, backend, first):
     penalty = partial(loss_with_penalty, first=first)
-    expected = train_blocky_plainly(1.0, adamw, loss=penalty)
+    expected = plainly(loss=penalty)
     for mine in rl.simulate(3, lambda world: train(world, stage, loss=penalty), backend=backend):
         expect_equal(mine, expected)
 
@@ -116,7 +121,7 @@ def test_random_delays_before_every_collective_change_nothing(stage, backend, re
 
 def train_for_its_hash(world: rl.World, stage: int, precision: str = "fp32") -> str:
     """Three deterministic steps with dropout on, in which blocks change places and back; the hash of all that came out."""
-    engine = rl.prepare(make_blocky(torch.float32, dropout=0.2), loss=loss_of, optimizer=fused_adamw, world=world, clip=1.0, stage=stage,
+    engine = rl.prepare(make_blocky(torch.float32, dropout=0.2), loss=loss_sum, optimizer=fused_adamw, world=world, clip=1.0, stage=stage,
                         precision=precision, deterministic=True)
     assert stage == 0 or isinstance(engine.placement, CanonicalShardedPlacement)
     losses = [engine.step(share(batch, world.rank, world.size)).loss for batch in make_turns(3)]
@@ -140,7 +145,7 @@ def test_two_optimizers_one_of_them_for_whole_matrices_equal_one_process():
         matrices = [p for p in params if p.ndim == 2]
         return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW([p for p in params if p.ndim != 2], lr=1e-2)]
 
-    expected = train_blocky_plainly(1.0, muon_and_adamw)
+    expected = plainly(optimizer=muon_and_adamw)
     for stage in (1, 2, 3):
         for mine in rl.simulate(3, lambda world, stage=stage: train(world, stage, optimizer=muon_and_adamw)):
             # Muon orthogonalises in bf16, so that rounding of its input may turn a bf16 digit: 2**-8 of an update of 0.01, five times.
@@ -161,6 +166,6 @@ def test_gradients_that_a_hook_of_the_optimizer_clips_tensor_by_tensor_equal_one
         made.register_step_pre_hook(clip_each)
         return made
 
-    expected = train_blocky_plainly(None, hooked)
+    expected = plainly(optimizer=hooked, clip=None)
     for mine in rl.simulate(3, lambda world: train(world, optimizer=hooked, clip=None, **options)):
         expect_equal(mine, expected)

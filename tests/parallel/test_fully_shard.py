@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import rankloom as rl
+from awkward import drawn
 from rankloom.base.errors import ConfigError, ModelMismatch, UnitError
 from rankloom.parallel.wrapping import tensors_in
 
@@ -59,11 +60,7 @@ class Net(nn.Module):
 
 def made(build=Net) -> nn.Module:
     """Equal weights at every call, whatever thread asks."""
-    model, draw = build(), torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape, generator=draw) * 0.3)
-    return model.double()
+    return drawn(build(), seed=4)
 
 
 def inputs(seed: int = 1) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from awkward import drawn
 from rankloom.base.tensors import bytes_of
 from rankloom.comm.subgroup import Subgroup
 from seeded import seeded
@@ -16,11 +17,7 @@ MESHES = pytest.mark.parametrize("mesh", [rl.Mesh(shard=2), rl.Mesh(shard=3), rl
 def net() -> nn.Module:
     """Two blocks of one kind, so two units beside the root's; equal on all ranks, whatever thread asks."""
     blocks = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)]
-    model, draw = nn.Sequential(*blocks, nn.Linear(WIDTH, 3)), torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape, generator=draw) * 0.2)
-    return model
+    return drawn(nn.Sequential(*blocks, nn.Linear(WIDTH, 3)), torch.float32, scale=0.2)
 
 
 def sharded(world: rl.World, **more):

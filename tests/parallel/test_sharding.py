@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
-from awkward import adamw, share
-from blocky import loss_of, make_blocky, make_turns
+from awkward import adamw, drawn, loss_sum, share, train_plainly
+from blocky import make_blocky, make_turns
 from rankloom.base.errors import CollectiveTimeout, NonFinite, UnitError
 from rankloom.parallel.wrapping import section_names
 from rankloom.shard.offload import Host
@@ -54,15 +54,6 @@ class Line(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
-def drawn(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Equal weights at every call, whatever thread asks."""
-    draw = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape, generator=draw) * 0.3)
-    return model.to(dtype)
-
-
 def squares(model, x):
     """A sum over elements, and their number."""
     y = model(x)
@@ -74,22 +65,9 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.05)
 
 
-def train_plainly(model, loss, batches, optimizer=adamw, clip=1.0):
-    """The truth: parameters and gradient norms."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    update, norms = optimizer(params), []
-    for batch in batches:
-        update.zero_grad()
-        total, count = loss(model, batch)
-        (total / count).backward()
-        norms.append(nn.utils.clip_grad_norm_(params, clip).item())
-        update.step()
-    return model.state_dict(), norms
-
-
 def expect_as_plain(build, loss, batches, ranks=(1, 2, 3), backends=("gloo", "rankloom"), stages=(1, 2, 3), **options):
     """The engine leaves the parameters and reports the norms of plain torch, in fp64 to 1e-12."""
-    expected, norms = train_plainly(build(), loss, batches)
+    truth = train_plainly(1.0, model=build(), loss=loss, batches=batches)
 
     def body(world, stage):
         engine = rl.prepare(build(), loss=loss, optimizer=adamw, world=world, stage=stage, clip=1.0, **options)
@@ -101,8 +79,8 @@ def expect_as_plain(build, loss, batches, ranks=(1, 2, 3), backends=("gloo", "ra
         for p in ranks:
             for backend in backends:
                 for state, mine in rl.simulate(p, lambda world, stage=stage: body(world, stage), backend=backend):
-                    torch.testing.assert_close(mine, norms, rtol=1e-12, atol=0)
-                    for name, value in expected.items():
+                    torch.testing.assert_close(mine, truth["norms"], rtol=1e-12, atol=0)
+                    for name, value in truth["params"].items():
                         torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=f"{name}, stage {stage}, {p} ranks")
 
 
@@ -112,7 +90,7 @@ def test_units_that_take_turns_with_one_buffer_leave_nothing_in_each_others_norm
 
 def test_a_step_may_bring_one_row_to_some_ranks_and_two_to_others():
     few = [tuple(t[:4] for t in batch) for batch in make_turns()[:2]]
-    expect_as_plain(make_blocky, loss_of, few, ranks=(3,), stages=(1, 3))
+    expect_as_plain(make_blocky, loss_sum, few, ranks=(3,), stages=(1, 3))
 
 
 def squares_frozen_later(model, x):
@@ -223,11 +201,11 @@ def test_what_is_no_float_is_cast_by_no_precision(stage, precision):
         norm = engine.step(ROWS.float().tensor_split(world.size)[world.rank]).grad_norm
         return norm, engine.full_state_dict()["model"]
 
-    values, norms = train_plainly(Several(), squares, [ROWS.float()], sgd)
+    truth = train_plainly(1.0, sgd, model=Several(), loss=squares, batches=[ROWS.float()])
     for norm, state in rl.simulate(2, body):
         near = {"rtol": 2.0**-6, "atol": 2.0**-8} if precision == "bf16" else {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(norm, norms[0], **near)
-        for name, value in values.items():
+        torch.testing.assert_close(norm, truth["norms"][0], **near)
+        for name, value in truth["params"].items():
             assert state[name].dtype == value.dtype
             torch.testing.assert_close(state[name], value, **near)
 
@@ -243,7 +221,7 @@ def test_a_backward_outside_of_a_step_is_none_of_its_gradients(stage, backend):
             engine.step(mine * factor)
         return engine.full_state_dict()["model"]
 
-    expected, _ = train_plainly(drawn(Line()), squares, [ROWS, ROWS * 2])
+    expected = train_plainly(1.0, model=drawn(Line()), loss=squares, batches=[ROWS, ROWS * 2])["params"]
     for state in rl.simulate(3, body, backend=backend):
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
@@ -438,7 +416,7 @@ def test_a_gradient_that_is_not_finite_names_rank_and_tensor_and_the_next_step_g
         engine.step(mine * 2)
         return engine.full_state_dict()["model"]
 
-    expected, _ = train_plainly(drawn(Line()), squares, [ROWS, ROWS * 2])
+    expected = train_plainly(1.0, model=drawn(Line()), loss=squares, batches=[ROWS, ROWS * 2])["params"]
     for state in rl.simulate(3, body, backend=backend):
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
@@ -538,7 +516,7 @@ def test_a_step_that_dies_leaves_nothing_behind(stage, options, when):
         engine.step(mine * 2)
         return engine.full_state_dict()["model"]
 
-    expected, _ = train_plainly(drawn(Mortal()), squares, [ROWS, ROWS * 2])
+    expected = train_plainly(1.0, model=drawn(Mortal()), loss=squares, batches=[ROWS, ROWS * 2])["params"]
     for backend in ("gloo", "rankloom"):
         for state in rl.simulate(2, body, backend=backend):
             for name, value in expected.items():

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import rankloom as rl
-from blocky import loss_of, make_blocky, make_turns
+from awkward import loss_sum
+from blocky import make_blocky, make_turns
 from rankloom.shard import frames as module
 from rankloom.shard.frames import FRAME, Frames, Lasting, Standing, between_steps, memory_lent
 
@@ -140,7 +141,7 @@ def test_training_in_frames_is_training_in_memory_of_its_own_to_the_bit(options,
     turns = make_turns()
 
     def body(world):
-        engine = rl.prepare(make_blocky(), loss=loss_of, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), world=world, stage=3, clip=1.0,
+        engine = rl.prepare(make_blocky(), loss=loss_sum, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), world=world, stage=3, clip=1.0,
                             **options)
         rows = len(turns[0][0]) // 2
         losses = [engine.step(tuple(t[world.rank * rows:(world.rank + 1) * rows] for t in turn)).loss for turn in turns[:3]]

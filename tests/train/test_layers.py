@@ -19,6 +19,7 @@ import rankloom as rl
 from closeness import expect_close, tensors_of
 from rankloom.parallel.pipeline.cut import Stage, make_stages
 from rankloom.train.layers import layer_pieces
+from seeded import shaken
 from token_rows import token_batches
 
 BOUND = 1e-12
@@ -47,14 +48,6 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
     return shaken(transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0,
         bos_token_id=0, eos_token_id=1)).double())
-
-
-def shaken(model: nn.Module) -> nn.Module:
-    """Biases of zero and norms of one would hide what goes wrong with them."""
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(0.1 * torch.randn(param.shape, dtype=param.dtype))
-    return model
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from awkward import adamw, share
-from blocky import loss_of, make_blocky, make_turns
+from awkward import adamw, loss_sum, share
+from awkward import drawn as drawn_from
+from blocky import make_blocky, make_turns
 from rankloom.parallel.zero import step_bill
 from rankloom.shard import frames
 from rankloom.shard.unit import Residence
@@ -56,13 +57,7 @@ def squares(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return model(x).square().sum(), len(x)
 
 
-def drawn(model: nn.Module) -> nn.Module:
-    """Equal weights at every call, whatever thread asks."""
-    draw = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape, generator=draw) * 0.1)
-    return model
+drawn = partial(drawn_from, dtype=torch.float32, scale=0.1)
 
 
 N = 4 * WIDTH * WIDTH        # elements of a block, and of the root
@@ -190,7 +185,7 @@ def test_a_step_begins_without_the_memory_of_gradients_where_a_device_can_use_it
 def test_what_lies_in_new_memory_of_gradients_is_never_read(stage, options, monkeypatch):
     """Not between tensors either, where norms read."""
     def body(world):
-        engine = rl.prepare(make_blocky(), loss=loss_of, optimizer=adamw, world=world, stage=stage, clip=1.0, **options)
+        engine = rl.prepare(make_blocky(), loss=loss_sum, optimizer=adamw, world=world, stage=stage, clip=1.0, **options)
         batches = [tuple(t[6 * world.rank:][:6] for t in turn) for turn in make_turns()[:3]]
         return [(report.loss, report.grad_norm) for report in map(engine.step, batches)]
 
@@ -372,7 +367,7 @@ def test_neighbours_send_less_for_backward():
 
 def test_units_tell_their_memory_apart():
     def body(world, stage, **options):
-        made = rl.prepare(make_blocky(), loss=loss_of, optimizer=adamw, world=world, stage=stage, **options)
+        made = rl.prepare(make_blocky(), loss=loss_sum, optimizer=adamw, world=world, stage=stage, **options)
         return {unit.residence for section in made.placement.sharding.sections for unit in section.units}
 
     assert rl.simulate(2, lambda world: body(world, 3))[0] == {Residence.FREED}
@@ -395,13 +390,13 @@ def test_ranks_may_evaluate_different_numbers_of_batches_before_and_between_step
 
     def truth(model):
         with torch.no_grad():
-            found = [loss_of(model, batch) for batch in turns]
+            found = [loss_sum(model, batch) for batch in turns]
         held = [found[at] for number in numbers.values() for at in range(number)]
         return float(sum(total for total, _ in held)) / sum(count for _, count in held)
 
     def body(world):
         options = {"ahead": ahead} if stage == 3 else {}
-        engine = rl.prepare(make_blocky(), loss=loss_of, optimizer=adamw, world=world, stage=stage, **options)
+        engine = rl.prepare(make_blocky(), loss=loss_sum, optimizer=adamw, world=world, stage=stage, **options)
         losses = []
         for batch in turns[:3]:
             losses.append(engine.evaluate(turns[: numbers[world.rank]]).loss)
@@ -414,7 +409,7 @@ def test_ranks_may_evaluate_different_numbers_of_batches_before_and_between_step
     for batch in turns[:3]:
         expected.append(truth(plain))
         update.zero_grad()
-        total, count = loss_of(plain, batch)
+        total, count = loss_sum(plain, batch)
         (total / count).backward()
         update.step()
     for losses, state in rl.simulate(3, body, backend=backend):
@@ -426,7 +421,7 @@ def test_ranks_may_evaluate_different_numbers_of_batches_before_and_between_step
 @pytest.mark.parametrize("batches", [(2, 2), (2, 0)])
 def test_a_loss_may_read_parameters_of_the_root_behind_the_model_in_an_evaluation_too(batches):
     def loss(model, batch):
-        total, count = loss_of(model, batch)
+        total, count = loss_sum(model, batch)
         return total * model.norm.weight.square().sum(), count
 
     def body(world, stage):
@@ -451,7 +446,7 @@ def test_an_evaluation_on_one_rank_gathers_no_more_at_once_than_a_step(more):
 
         def loss(model, batch):
             gathered.append(engine.held().gathered)
-            return loss_of(model, batch)
+            return loss_sum(model, batch)
 
         engine = rl.prepare(make_blocky(), loss=loss, optimizer=adamw, world=world, stage=3, **more)
         engine.evaluate(make_turns()[:2])

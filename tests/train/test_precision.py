@@ -120,7 +120,7 @@ def test_model_weights_are_the_rounded_masters_and_the_optimizer_keeps_32_bits(n
 @pytest.mark.parametrize("name", SIXTEEN)
 def test_sixteen_bits_train_close_to_32(name):
     """Only the arithmetic of forward and backward is coarse: 5 steps end within 2 % of the loss, and on all ranks alike."""
-    truth = train_plainly(dtype=torch.float32)["losses"]
+    truth = train_plainly(model=make_model(torch.float32))["losses"]
     runs = [[report.loss for report in reports] for _, reports in rl.simulate(2, lambda w: train(w, name))]
     assert runs[0] == runs[1] and runs[0] == pytest.approx(truth, rel=0.02) and runs[0] != truth
 

@@ -11,6 +11,7 @@ from torch import nn
 import rankloom as rl
 from closeness import error
 from rankloom.parallel.tensor.apply import PLANS
+from seeded import shaken
 from split_model import expect_equal
 
 transformers = pytest.importorskip("transformers")
@@ -40,14 +41,6 @@ def gpt2(vocab: int = 40) -> nn.Module:
     config = transformers.GPT2Config(vocab_size=vocab, n_embd=32, n_layer=2, n_head=8, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
                                      attn_pdrop=0.0, bos_token_id=0, eos_token_id=1)
     return shaken(transformers.GPT2LMHeadModel(config).double())
-
-
-def shaken(model: nn.Module) -> nn.Module:
-    """Biases of zero and norms of one would hide what goes wrong with them."""
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(0.1 * torch.randn(param.shape, dtype=param.dtype))
-    return model
 
 
 def run(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
