@@ -63,7 +63,7 @@ def called(name, module):
     ({"mesh": rl.Mesh(tensor=2)}, {"tensor_plan": {"head": "column"}}, "tensor_plan is {'head': 'column'}, on rank 0 None"),
     ({}, {"recompute": "1 MiB"}, "recompute is 'a number of bytes', on rank 0 'none, selective or full'"),
     ({"mesh": rl.Mesh(context=2)}, {"context": "all_to_all"}, "context is 'all_to_all', on rank 0 'ring'"),
-], ids=str)
+])
 def test_an_option_that_decides_which_collectives_run_is_an_error_on_all_ranks_where_one_has_another(common, rank_1, message):
     """One rank waited for a message that no other one sent, or a backend ended the process."""
     mesh, options = common.get("mesh", 2), {name: value for name, value in common.items() if name != "mesh"}

@@ -15,9 +15,9 @@ from rankloom.base.float8 import E4M3, E5M2
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
-from rankloom.parallel.tensor.holding import gather_whole, holdings
 from rankloom.train.fp8 import Float8Column, Float8Row, InFloat8, Recipe, to_float8
 from rankloom.train.precision import PRECISIONS, Precision
+from split_model import joined
 
 RECIPES = {"current": Recipe(), "row": Recipe(scaling="row"), "delayed": Recipe(timing="delayed", history=2)}
 PLAN = {"body.up": "colwise", "body.down": "rowwise"}
@@ -58,8 +58,7 @@ def run(model: nn.Module, recipe: str, group: rl.Group) -> list[dict[str, torch.
         y = model(x)
         (y * g).sum().backward()
         grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-        whole = gather_whole(grads, holdings(model), group)
-        found.append({"y": y.detach(), "x": x.grad, **whole})
+        found.append({"y": y.detach(), "x": x.grad, **joined(grads, model, group)})
         layers.end_step(group.alone())
     return found
 
