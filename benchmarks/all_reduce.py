@@ -34,6 +34,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from pool import Pool
 
+from rankloom.base.quantities import bus_factor, show_bytes
+
 HERE = Path(__file__).parent
 OPEN_MPI = HERE.parent / "build" / "openmpi"
 SIZES = tuple(kib << 10 for kib in (4, 64, 1024, 4096, 16384, 65536))
@@ -160,7 +162,7 @@ def compare(ranks: int, case: Case, times: Times, way: str, peer: str) -> str:
 def summary(ranks: int, found: dict[Case, Times]) -> list[dict]:
     """One row per case: milliseconds of every way, and the ratios with their bars."""
     ways = [way for way in WAYS if any(way in times for times in found.values())]
-    return [{"operation": case[0], "ranks": ranks, "size": readable(case[1])}
+    return [{"operation": case[0], "ranks": ranks, "size": show_bytes(case[1])}
             | {f"{way} ms": f"{median_of_turns(times[way]) * 1e3:.3g}" if way in times else "-" for way in ways}
             | {f"{way} over {peer}": compare(ranks, case, times, way, peer)
                for way in ("arena", "rankloom") for peer in ("gloo", "Open MPI")}
@@ -169,18 +171,12 @@ def summary(ranks: int, found: dict[Case, Times]) -> list[dict]:
 
 def all_rows(ranks: int, found: dict[Case, Times]) -> list[dict]:
     """One row per case and way, for the JSON file; busbw as nccl-tests defines it."""
-    moved = {"all_reduce": 2 * (ranks - 1) / ranks, "ping_pong": 1.0}
     return [{"operation": op, "ranks": ranks, "bytes": size, "way": way, "median ms": round(median_of_turns(turns) * 1e3, 5),
              "min ms": round(min(map(min, turns)) * 1e3, 5),
-             "busbw GB/s": round(moved.get(op, (ranks - 1) / ranks) * size / median_of_turns(turns) / 1e9, 2),
+             "busbw GB/s": round(bus_factor(op, ranks) * size / median_of_turns(turns) / 1e9, 2),
              **{f"times {peer}": round(times_faster(turns, times[rival]), 2)
                 for peer in ("gloo", "Open MPI") if (rival := best(times, peer)) is not None}}
             for (op, size), times in found.items() for way, turns in times.items()]
-
-
-def readable(size: float) -> str:
-    """4 KiB, 16 MiB."""
-    return f"{size / 2**20:g} MiB" if size >= 1 << 20 else f"{size / 2**10:g} KiB"
 
 
 def draw(ranks: int, rows: list[dict], path: Path) -> None:
@@ -205,7 +201,7 @@ def label(axes: Axes, op: str, sizes: list[int]) -> None:
     """Title, doubly logarithmic axes with the measured sizes as ticks."""
     axes.set(title=op, xlabel="size of the tensor (log scale)", ylabel="ms (log scale)", xscale="log", yscale="log")
     axes.set_xticks(sizes)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_bytes(value)))
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.grid(alpha=0.3)

@@ -32,6 +32,7 @@ from common import (
     median_ms,
     median_ratio,
     names_of,
+    next_token,
     pin_to_core,
     run_ranks,
     show,
@@ -69,9 +70,9 @@ class Bench:
         self.torch_groups = {"gloo": dist.group.WORLD, "rankloom": dist.new_group(backend="rankloom")}
         self.worlds = {backend: rl.init(backend=backend) for backend in BACKENDS}
         self.worlds[""] = alone()
-        self.config, self.precision = preset("27M", vocab_size=8192, seq_len=ROW), args.precision[0]
-        text = torch.randint(0, 8192, (args.tokens[0] // ROW, ROW + 1), generator=torch.Generator().manual_seed(self.rank))
-        self.batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        self.config, self.precision = preset("27M", vocab_size=8192, seq_len=ROW), args.precision
+        text = torch.randint(0, 8192, (args.tokens // ROW, ROW + 1), generator=torch.Generator().manual_seed(self.rank))
+        self.batch = next_token(text)
         self.size = size
 
     def step(self, variant: Variant) -> Callable[[], float]:
@@ -173,8 +174,7 @@ def main() -> None:
     print(warning)
     cases = [*itertools.product(args.precision, args.tokens)]
     for args.precision, args.tokens in cases:
-        shared = ["--precision", args.precision, "--tokens", str(args.tokens), "--repeat", str(args.repeat)]
-        rows += table(run_ranks(__file__, args.ranks, shared), args)
+        rows += table(run_ranks(__file__, args.ranks, args), args)
         print(show(rows[-len(VARIANTS):]), flush=True)
     keep(args.name, f"{where}\n{warning}".strip(), rows)
 

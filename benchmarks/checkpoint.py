@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import Words, busy_cores, count, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, busy_cores, count, keep, machine, median_ms, median_ratio, next_token, pin_to_core, run_ranks, show, take_turns
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -43,7 +43,7 @@ def adamw(params: list) -> torch.optim.Optimizer:
 def batch_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A row for each rank."""
     row = torch.randint(0, 1000, (1, SEQ_LEN + 1), generator=torch.Generator().manual_seed(rank))
-    return row[:, :-1].contiguous(), row[:, 1:].contiguous()
+    return next_token(row)
 
 
 def ours(args: argparse.Namespace, world: rl.World, folder: Path) -> dict[str, Callable[[], object]]:
@@ -103,13 +103,12 @@ def main() -> None:
     words.add_argument("--model", default="57M")
     words.add_argument("--ranks", type=count, default=2)
     words.add_argument("--repeat", type=count, default=8)
-    words.add_argument("--folder", help=argparse.SUPPRESS)
     words.add_argument("--name", default="checkpoint", help="of the files in benchmarks/results/")
     args = words.read()
     warning, where, folder = busy_cores(), machine(), tempfile.mkdtemp(prefix="checkpoint-")
     print(warning)
     try:
-        found = run_ranks(__file__, args.ranks, ["--model", args.model, "--repeat", str(args.repeat), "--folder", folder])
+        found = run_ranks(__file__, args.ranks, args, folder=folder)
     finally:
         shutil.rmtree(folder)
     gigabytes, rows = found["bytes"] / 1e9, []

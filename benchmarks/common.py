@@ -35,14 +35,13 @@ class Words(argparse.ArgumentParser):
         if gpu:
             self.add_argument("--small", action="store_true", help="toy size: checks the script, measures nothing")
         if worker:
-            self.add_argument("--worker", nargs="?", const=True, help=argparse.SUPPRESS)
-            self.add_argument("--out", help=argparse.SUPPRESS)
+            self.add_argument("--worker", help=argparse.SUPPRESS)   # the arguments of a process that was started to work, as JSON
 
     def read(self) -> argparse.Namespace:
         """What was given. A process that was started to work does that, and ends here."""
         args = self.parse_args()
         if self._worker and args.worker:
-            self._worker(args)
+            self._worker(argparse.Namespace(**json.loads(args.worker)))
             raise SystemExit
         if self._gpu and not args.small and not torch.cuda.is_available():
             raise SystemExit(f"{self.prog} measures one CUDA device, and there is none here; --small runs the script at toy size")
@@ -71,33 +70,38 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return read
 
 
-def run_ranks(script: str, ranks: int, arguments: Sequence[str]) -> Any:
-    """Run `script --worker ARGUMENTS --out FILE` on `ranks` processes of this host; what rank 0 wrote to FILE."""
+def worker_command(script: str, args: argparse.Namespace, **changed: object) -> list[str]:
+    """Run a script's worker with the arguments that its command line was given, but for what is changed or added."""
+    return [script, "--worker", json.dumps(vars(args) | changed)]
+
+
+def run_ranks(script: str, ranks: int, args: argparse.Namespace, **changed: object) -> Any:
+    """Run the script's worker on `ranks` processes of this host; what rank 0 wrote to `args.out`. The rest as `worker_command`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
-                   "--rdzv-endpoint", "127.0.0.1:0", "--log-dir", folder, script, "--worker", *arguments, "--out", str(out)]
+                   "--rdzv-endpoint", "127.0.0.1:0", "--log-dir", folder, *worker_command(script, args, **changed, out=str(out))]
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
         return json.loads(out.read_text())
 
 
-def run_alone(script: str, variant: str, arguments: Sequence[str]) -> dict:
-    """Run one variant of a script in a process of its own; what it found, or why it could not run."""
+def run_alone(script: str, args: argparse.Namespace, **changed: object) -> dict:
+    """Run the script's worker in one process; what it found, or why it could not run."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        command = [sys.executable, script, "--worker", variant, "--out", str(out), *arguments]
+        command = [sys.executable, *worker_command(script, args, **changed, out=str(out))]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)   # what it prints is progress
         if done.returncode:
             return {"error": last_line(done.stderr)}
         return json.loads(out.read_text())
 
 
-def try_ranks(script: str, ranks: int, arguments: Sequence[str]) -> Any:
+def try_ranks(script: str, ranks: int, args: argparse.Namespace, **changed: object) -> Any:
     """`run_ranks`; or why it could not run."""
     try:
-        return run_ranks(script, ranks, arguments)
+        return run_ranks(script, ranks, args, **changed)
     except SystemExit as error:
         return {"error": last_line(str(error))}
 
@@ -118,6 +122,11 @@ def pin_to_core(rank: int) -> None:
 def the_device() -> torch.device:
     """The GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def next_token(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a language model reads of rows [rows, n + 1], and what it shall say: [rows, n] each."""
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def synchronize(device: torch.device) -> None:

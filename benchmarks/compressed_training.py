@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import RESULTS, Words, count, keep, machine, show
+from common import RESULTS, Words, count, keep, machine, next_token, show
 
 import rankloom as rl
 from rankloom.models.config import preset
@@ -64,7 +64,7 @@ def sent(compress: str, args: argparse.Namespace) -> int:
         tokens = torch.randint(BYTES_VOCAB, (2, 65), generator=torch.Generator().manual_seed(world.rank))
         for _ in range(2):
             before = world.ledger.bytes
-            engine.step((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+            engine.step(next_token(tokens))
         return world.ledger.bytes - before
 
     return rl.simulate(args.ranks, body)[0]

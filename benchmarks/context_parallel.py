@@ -59,15 +59,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=count, default=4)
     parser.add_argument("--length", type=count, default=2048, help="tokens that one process reads")
     parser.add_argument("--layers", type=count, default=4)
-    parser.add_argument("--kind", default="ring", choices=KINDS, help=argparse.SUPPRESS)
     args = parser.read()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"   # for the ranks: larger tensors go back to the system when they are freed
     where = machine()
     rows: list[dict] = []
     longer = args.length * args.ranks
     for ranks, length, kind in [(1, args.length, ""), (1, longer, ""), *((args.ranks, longer, kind) for kind in KINDS)]:
-        chosen = ["--kind", kind] if kind else []
-        found = run_ranks(__file__, ranks, ["--length", str(length), "--layers", str(args.layers), *chosen])
+        found = run_ranks(__file__, ranks, args, length=length, kind=kind)
         first = rows[0]["peak MiB of a rank"] if rows else found["MiB"]
         rows.append({"ranks": ranks, "kind": kind or "one process", "tokens": length, "peak MiB of a rank": found["MiB"],
                      "over the first": round(found["MiB"] / first, 2), "loss": found["loss"]})

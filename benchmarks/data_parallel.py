@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Words, count, counts, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, count, counts, keep, machine, median_ms, median_ratio, next_token, pin_to_core, run_ranks, show, take_turns
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +41,7 @@ def make_step(name: str, args: argparse.Namespace, world: rl.World) -> Step:
     """A training step of one variant, with a model and an optimizer of its own; returns the loss of this rank's batch."""
     model = GPT(preset(args.models, vocab_size=8192, seq_len=max(args.tokens, 128)), seed=0)
     text = torch.randint(0, 8192, (1, args.tokens + 1), generator=torch.Generator().manual_seed(world.rank))
-    batch = (text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    batch = next_token(text)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16")
     if name != "rankloom":
         return make_plain_step(wrap(name, model, world), batch, autocast)
@@ -93,8 +93,7 @@ def worker(args: argparse.Namespace) -> None:
     pin_to_core(rank)
     dist.init_process_group("gloo")
     world = rl.init(backend="gloo")   # what torch DDP runs on here
-    names = [args.only] if args.only else list(VARIANTS)
-    steps = {name: make_step(name, args, world) for name in names}
+    steps = {name: make_step(name, args, world) for name in args.variants}
     times = take_turns(steps, args.repeat, world.barrier)
     peak = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0])
     peak = world.all_reduce(peak, "max").item()
@@ -106,13 +105,11 @@ def worker(args: argparse.Namespace) -> None:
 
 def measure(ranks: int, size: str, args: argparse.Namespace) -> list[dict]:
     """Rows of the table for one model on one number of ranks."""
-    shared = ["--models", size, "--precision", args.precision, "--tokens", str(args.tokens)]
-    times = run_ranks(__file__, ranks, [*shared, "--repeat", str(args.repeat)])["times"]
-    names = list(times)
-    rivals = [name for name in names if name.startswith("torch")]
+    times = run_ranks(__file__, ranks, args, models=size, variants=VARIANTS)["times"]
+    rivals = [name for name in VARIANTS if name.startswith("torch")]
     best = min(rivals, key=lambda name: statistics.median(times[name]["wall"]))
     alone = times["no communication"]["wall"]
-    peaks = {name: run_ranks(__file__, ranks, [*shared, "--repeat", "3", "--only", name])["peak"] for name in names} if args.memory else {}
+    peaks = {name: run_ranks(__file__, ranks, args, models=size, variants=[name], repeat=3)["peak"] for name in VARIANTS if args.memory}
     return [{
         "model": size, "ranks": ranks, "precision": args.precision, "tokens per rank": args.tokens, "variant": name,
         "median ms": median_ms(t["wall"]), "min ms": round(min(t["wall"]) * 1e3, 1), "CPU ms of rank 0": median_ms(t["cpu"]),
@@ -131,7 +128,6 @@ def main() -> None:
     parser.add_argument("--repeat", type=count, default=8)
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--name", default="data_parallel", help="of the files in benchmarks/results/")
-    parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.read()
     where, rows = machine(), []
     for size in args.models.split(","):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import Words, count, counts, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, count, counts, keep, machine, median_ms, median_ratio, next_token, pin_to_core, run_ranks, show, take_turns
 
 import rankloom as rl
 from rankloom.models.config import preset
@@ -25,7 +25,7 @@ def make_step(world: rl.World, size: str, rows: int, **settings: object) -> Call
     engine = rl.prepare(GPT(preset(size, vocab_size=8192, seq_len=128), seed=0), loss=language_model_loss, world=world, clip=1.0,
                         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True), **settings)
     text = torch.randint(0, 8192, (rows, 129), generator=torch.Generator().manual_seed(0)).tensor_split(world.size)[world.rank]
-    return lambda: engine.step((text[:, :-1].contiguous(), text[:, 1:].contiguous()))
+    return lambda: engine.step(next_token(text))
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     args = parser.read()
     where, rows = machine(), []
     for ranks in args.ranks:
-        times = run_ranks(__file__, ranks, ["--model", args.model, "--rows", str(args.rows), "--repeat", str(args.repeat)])
+        times = run_ranks(__file__, ranks, args)
         rows += [{"model": args.model, "ranks": ranks, "variant": name, "median ms": median_ms(t["wall"]),
                   "over free": median_ratio(t["wall"], times["free"]["wall"]),
                   "over free, same micro-batches": median_ratio(t["wall"], times["free, same micro-batches"]["wall"])}

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import Words, count, keep, machine, names_of, run_alone, show, synchronize, the_device
+from common import Words, count, keep, machine, names_of, next_token, run_alone, show, synchronize, the_device
 
 import rankloom as rl
 from rankloom.data.text import documents
@@ -63,7 +63,7 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     config, rows = shape(args.small)
     model = GPT(config, device=device)
-    recipe = RECIPES[args.worker]
+    recipe = RECIPES[args.only]
     if not args.eager:
         model.loss_kernel = torch.compile(loss_and_gradient)
     engine = rl.prepare(model, loss=language_model_loss, world=rl.init(device=device.type), clip=1.0, compile=not args.eager,
@@ -77,21 +77,16 @@ def worker(args: argparse.Namespace) -> None:
         piece = rows_of(corpus, rows, config.seq_len + 1, draw).to(device)
         synchronize(device)
         begin = time.perf_counter()
-        losses.append(engine.step((piece[:, :-1].contiguous(), piece[:, 1:].contiguous())).loss)
+        losses.append(engine.step(next_token(piece)).loss)
         synchronize(device)
         seconds.append(time.perf_counter() - begin)
         if step % tenth == 0:
             pace = statistics.median(seconds[-tenth:])
-            print(f"{args.worker}, step {step} of {args.steps}: loss {losses[-1]:.4f}, {pace * 1e3:.1f} ms a step", flush=True)
+            print(f"{args.only}, step {step} of {args.steps}: loss {losses[-1]:.4f}, {pace * 1e3:.1f} ms a step", flush=True)
     found = {"seconds": statistics.median(seconds[tenth:]), "loss": statistics.mean(losses[-tenth:]), "losses": losses,
              "layers": sum(isinstance(module, InFloat8) for module in model.modules()),
              "peak": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0}
     Path(args.out).write_text(json.dumps(found))
-
-
-def measure(variant: str, args: argparse.Namespace) -> dict:
-    """Run one variant in a process of its own; what it found, or why it could not run."""
-    return run_alone(__file__, variant, ["--steps", str(args.steps), *["--small"] * args.small, *["--eager"] * args.eager])
 
 
 def main() -> None:
@@ -107,7 +102,7 @@ def main() -> None:
     table: list[dict] = []
     first: dict = {}
     for variant in args.variants:
-        found = measure(variant, args)
+        found = run_alone(__file__, args, only=variant)
         if "error" in found:
             print(f"{variant} could not run: {found['error']}", flush=True)
             continue

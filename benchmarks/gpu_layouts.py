@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Words, count, keep, machine, show, synchronize, the_device, try_ranks
+from common import Words, count, keep, machine, next_token, show, synchronize, the_device, try_ranks
 from gpu_fp8 import rows_of, text
 
 import rankloom as rl
@@ -77,7 +77,7 @@ def worker(args: argparse.Namespace) -> None:
         mine = rows_of(corpus, rows, config.seq_len + 1, draw).tensor_split(engine.group.size)[engine.group.rank]
         synchronize(world.device)
         begin = time.perf_counter()
-        losses.append(engine.step((mine[:, :-1].contiguous(), mine[:, 1:].contiguous())).loss)
+        losses.append(engine.step(next_token(mine)).loss)
         synchronize(world.device)
         seconds.append(time.perf_counter() - begin)
     peak = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
@@ -103,12 +103,11 @@ def main() -> None:
     """Every run in processes of its own; print the table and keep it."""
     parser = Words(__doc__, worker, gpu=True)
     parser.add_argument("--steps", type=count, default=20)
-    parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.read()
     where, found = machine(), {}
     print(where, flush=True)
     for name, run in RUNS.items():
-        result = try_ranks(__file__, run.mesh.size, ["--only", name, "--steps", str(args.steps), *["--small"] * args.small])
+        result = try_ranks(__file__, run.mesh.size, args, only=name)
         if "error" in result:
             print(f"{name} could not run: {result['error']}", flush=True)
             continue

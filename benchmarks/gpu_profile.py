@@ -67,7 +67,7 @@ def kernels_of(events: Sequence[Any], device: torch.device) -> list[tuple[str, S
 
 def worker(args: argparse.Namespace) -> None:
     """One variant: its steps timed, then watched."""
-    variant = VARIANTS[args.worker]
+    variant = VARIANTS[args.only]
     torch.set_float32_matmul_precision("high")
     config, rows = shape(variant, args.small)
     world = rl.init(rl.Mesh(shard=1))
@@ -104,7 +104,7 @@ def main() -> None:
     where, table = machine(), []
     print(where, flush=True)
     for variant in args.variants:
-        found = run_alone(__file__, variant, ["--repeat", str(args.repeat), *["--small"] * args.small, *["--eager"] * args.eager])
+        found = run_alone(__file__, args, only=variant)
         if "error" in found:
             print(f"{variant} could not run: {found['error']}", flush=True)
             continue

@@ -19,30 +19,27 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Words, count, keep, last_line, machine, names_of, show, synchronize, try_ranks
-from gpu_single import adamw, plain_step
+from common import Words, count, keep, machine, names_of, next_token, run_alone, show, synchronize, try_ranks
 from torch import Tensor, nn
 
 import rankloom as rl
 from rankloom.models.config import GPTConfig, parameter_count, preset
 from rankloom.models.gpt import GPT, initial_values
-from rankloom.models.loss import count_targets, language_model_loss, loss_and_gradient, plain_cross_entropy
+from rankloom.models.loss import count_targets, language_model_loss, loss_and_gradient, plain_cross_entropy, plain_language_model_loss
 
 BUDGET = 24 * 10**9
 CHUNKS, WHOLE, COMPILED = "in chunks", "whole logits", "whole logits, compiled"   # ways to the loss; chunks have a compiled kernel
 WARM_UP = 4
 LLAMA_7B = GPTConfig(width=4096, layers=32, heads=32, kv_heads=32, ffn=11008, vocab_size=32000, seq_len=4096)
+Loss = Callable[[nn.Module, tuple], tuple[Tensor, Tensor]]
 Step = Callable[[tuple], float]
 
 
@@ -83,6 +80,11 @@ def shape(variant: Variant, small: bool) -> tuple[GPTConfig, int]:
 
 # ---------------------------------------------------------------------- one variant, in a process of its own
 
+def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The same optimizer for all."""
+    return torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.95), fused=True)
+
+
 def ours(variant: Variant, config: GPTConfig, world: rl.World, compiled: bool) -> Step:
     """A step of `rl.prepare`; the model of 7B is never whole anywhere."""
     model = GPT(config, device="meta" if variant.offload else world.device)
@@ -115,6 +117,20 @@ def fsdp2(variant: Variant, config: GPTConfig, device: torch.device, compiled: b
     return plain_step(model, adamw(model.parameters()), language_model_loss if variant.loss == CHUNKS else whole_logits)
 
 
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Loss = plain_language_model_loss) -> Step:
+    """Forward, backward, clip, step: what a user of the peers writes."""
+    def step(batch: tuple) -> float:
+        total, count = loss_of(model, batch)
+        loss = total / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
 def step_of(variant: Variant, config: GPTConfig, world: rl.World, compiled: bool) -> Step:
     """A step of a variant."""
     return fsdp2(variant, config, world.device, compiled) if variant.kind == "FSDP2" else ours(variant, config, world, compiled)
@@ -125,7 +141,7 @@ def tokens_of(config: GPTConfig, rows: int, world: rl.World) -> tuple:
     each = rows // world.size
     text = torch.randint(0, config.vocab_size, (rows, config.seq_len + 1), generator=torch.Generator().manual_seed(0))
     text = text[world.rank * each:(world.rank + 1) * each].to(world.device)
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    return next_token(text)
 
 
 class Device:
@@ -192,15 +208,8 @@ def run(step: Step, batch: tuple, device: torch.device, steps: int) -> tuple[lis
 
 def measure(name: str, args: argparse.Namespace) -> dict:
     """Run one variant; what it found, or why it could not run."""
-    shared = ["--only", name, "--repeat", str(args.repeat)]
-    shared += ["--small"] * args.small + ["--eager"] * args.eager
-    if VARIANTS[name].ranks > 1:
-        return try_ranks(__file__, VARIANTS[name].ranks, shared)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, __file__, "--worker", *shared, "--out", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return {"error": last_line(done.stderr)} if done.returncode else json.loads(out.read_text())
+    ranks = VARIANTS[name].ranks
+    return try_ranks(__file__, ranks, args, only=name) if ranks > 1 else run_alone(__file__, args, only=name)
 
 
 # ---------------------------------------------------------------------- what came out
@@ -247,7 +256,6 @@ def main() -> None:
     parser.add_argument("--parts", type=names_of(["speed", "budget", "ranks"]), default="speed,budget,ranks")
     parser.add_argument("--repeat", type=count, default=10)
     parser.add_argument("--name", default="gpu_sharded", help="of the files in benchmarks/results/")
-    parser.add_argument("--only", help=argparse.SUPPRESS)
     args = parser.read()
     where, found, table = machine(), {}, []
     print(where, flush=True)

@@ -124,7 +124,7 @@ def main() -> None:
     table: list[dict] = []
     print(f"{where}\n{busy_cores()}", flush=True)
     for ranks in args.ranks:
-        rows = try_ranks(__file__, ranks, ["--repeat", str(args.repeat), *["--small"] * args.small])
+        rows = try_ranks(__file__, ranks, args)
         if "error" in rows:
             print(f"{ranks} ranks could not run: {rows['error']}", flush=True)
             continue

@@ -17,22 +17,22 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from common import Words, count, keep, machine, names_of, run_alone, show, synchronize, the_device
+from gpu_sharded import VARIANTS as SHARDED
+from gpu_sharded import WARM_UP, Step, Variant, adamw, plain_step, run, step_of, tokens_of
 from torch import Tensor, nn
 
 import rankloom as rl
 from rankloom.models.config import GPTConfig, model_flops_per_token, parameter_count, preset
 from rankloom.models.gpt import GPT
-from rankloom.models.loss import language_model_loss, loss_and_gradient, plain_language_model_loss
+from rankloom.models.loss import plain_language_model_loss
 
-Loss = Callable[[nn.Module, tuple], tuple[Tensor, Tensor]]
+STAGE_0 = Variant("", "ours", stage=0, recompute="selective")
 VARIANTS = ("ours", "FSDP2 eager", "FSDP2 compiled", "compile")
-WARM_UP = 4
 
 
 def shape(small: bool) -> tuple[GPTConfig, int]:
@@ -40,36 +40,7 @@ def shape(small: bool) -> tuple[GPTConfig, int]:
     return (preset("1M", vocab_size=512, seq_len=128), 2) if small else (preset("1.2B"), 4)
 
 
-def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The same optimizer for all."""
-    return torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.95), fused=True)
-
-
-def ours(config: GPTConfig, device: torch.device, compiled: bool) -> Callable[[tuple], float]:
-    """A step of `rl.prepare`."""
-    model = GPT(config, device=device)
-    if compiled:
-        model.loss_kernel = torch.compile(loss_and_gradient)
-    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=rl.init(device=device.type), clip=1.0, precision="bf16",
-                        compile=compiled, recompute="selective" if compiled else "none")
-    return lambda batch: engine.step(batch).loss
-
-
-def fsdp2(config: GPTConfig, device: torch.device, compiled: bool) -> Callable[[tuple], float]:
-    """A step of torch's fully_shard on a group of one."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = GPT(config, device=device)
-    for block in model.blocks:
-        if compiled:
-            block.compile()
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    return plain_step(model, adamw(model.parameters()))
-
-
-def whole_compile(config: GPTConfig, device: torch.device, compiled: bool) -> Callable[[tuple], float]:
+def whole_compile(config: GPTConfig, device: torch.device, compiled: bool) -> Step:
     """A step of a plain model, compiled as a whole, under autocast. The loss is in it: its whole logits in fp32 are then never there."""
     model = GPT(config, device=device)
     loss = torch.compile(plain_language_model_loss) if compiled else plain_language_model_loss
@@ -81,38 +52,18 @@ def whole_compile(config: GPTConfig, device: torch.device, compiled: bool) -> Ca
     return plain_step(model, adamw(model.parameters()), under_autocast)
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Loss = plain_language_model_loss) -> Callable[[tuple], float]:
-    """Forward, backward, clip, step: what a user of the peers writes."""
-    def step(batch: tuple) -> float:
-        total, count = loss_of(model, batch)
-        loss = total / count
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
-
-
 def worker(args: argparse.Namespace) -> None:
     """One variant, in this process."""
     device = the_device()
     torch.set_float32_matmul_precision("high")
     config, rows = shape(args.small)
-    make = {"ours": ours, "compile": whole_compile}.get(args.worker, fsdp2)
-    compiled = args.worker != "FSDP2 eager" and not args.eager
-    step = make(config, device, compiled)
-    text = torch.randint(0, config.vocab_size, (rows, config.seq_len + 1), generator=torch.Generator().manual_seed(0)).to(device)
-    batch = (text[:, :-1].contiguous(), text[:, 1:].contiguous())
-    seconds, losses = [], []
-    for turn in range(WARM_UP + args.repeat):
-        synchronize(device)
-        begin = time.perf_counter()
-        losses.append(step(batch))
-        synchronize(device)
-        if turn >= WARM_UP:
-            seconds.append(time.perf_counter() - begin)
+    world, compiled = rl.init(device=device.type), args.only != "FSDP2 eager" and not args.eager
+    if args.only == "compile":
+        step = whole_compile(config, device, compiled)
+    else:
+        ours = STAGE_0 if compiled else replace(STAGE_0, recompute="none")
+        step = step_of(ours if args.only == "ours" else SHARDED["FSDP2 compiled"], config, world, compiled)
+    seconds, losses = run(step, tokens_of(config, rows, world), device, WARM_UP + args.repeat)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     found = {"seconds": statistics.median(seconds), "peak": peak, "first loss": losses[0], "last loss": losses[-1]}
     Path(args.out).write_text(json.dumps(found))
@@ -133,11 +84,6 @@ def matmul_rate(n: int) -> float:
     return 2 * n**3 / statistics.median(times) / 1e12
 
 
-def measure(variant: str, args: argparse.Namespace) -> dict:
-    """Run one variant in a process of its own; what it found, or why it could not run."""
-    return run_alone(__file__, variant, ["--repeat", str(args.repeat), *["--small"] * args.small, *["--eager"] * args.eager])
-
-
 def main() -> None:
     """Measure the device's ceiling, then every variant; print the table and keep it."""
     parser = Words(__doc__, worker, gpu=True)
@@ -151,7 +97,7 @@ def main() -> None:
     print(f"{where}\n{size}, matmul {ceiling:.4g} TFLOP/s", flush=True)
     table = []
     for variant in args.variants:
-        found = measure(variant, args)
+        found = run_alone(__file__, args, only=variant)
         if "error" in found:
             print(f"{variant} could not run: {found['error']}", flush=True)
             continue

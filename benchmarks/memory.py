@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Words, count, counts, keep, machine, names_of, show
+from common import Words, count, counts, keep, machine, names_of, next_token, show
 from torch import Tensor
 
 import rankloom as rl
@@ -131,7 +131,7 @@ def largest_held(world: rl.World, stage: int, precision: str, config: GPTConfig)
     engine = rl.prepare(model, loss=language_model_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), world=world, stage=stage,
                         precision=precision)
     text = torch.randint(0, config.vocab_size, (1, 65), generator=torch.Generator().manual_seed(world.rank))
-    batch = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    batch = next_token(text)
     for _ in range(2):
         engine.step(batch)
     watch(model, lambda: seen.append(engine.held()))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Words, count, counts, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, count, counts, keep, machine, median_ms, median_ratio, next_token, pin_to_core, run_ranks, show, take_turns
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
@@ -64,7 +64,7 @@ class Bench:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
         self.model = rl.GPT(preset(args.models, vocab_size=VOCABULARY, seq_len=args.tokens, tie=False), seed=0).to(dtype)
         text = torch.randint(0, VOCABULARY, (args.rows * self.count, args.tokens + 1), generator=torch.Generator().manual_seed(0))
-        self.tokens, self.targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        self.tokens, self.targets = next_token(text)
         self.batches = list(zip(self.tokens.chunk(self.count), self.targets.chunk(self.count)))
         self.pieces = pieces_with_logits(self.model)
         self.measured = measure_pieces(self.pieces, self.batches[0], loss, world)
@@ -165,10 +165,7 @@ def worker(args: argparse.Namespace) -> None:
 
 def measure(ranks: int, size: str, args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
     """Rows of both tables for one model on one number of ranks."""
-    shared = ["--models", size, "--precision", args.precision, "--tokens", str(args.tokens), "--rows", str(args.rows),
-              "--backend", args.backend, "--microbatches", str(args.microbatches), "--repeat", str(args.repeat)]
-    shared += ["--no-speed"] * args.no_speed
-    found = run_ranks(__file__, ranks, shared)
+    found = run_ranks(__file__, ranks, args, models=size)
     where = {"model": size, "ranks": ranks, "precision": args.precision, "backend": args.backend,
              "batch": f"{args.microbatches} x {args.rows} x {args.tokens}"}
 

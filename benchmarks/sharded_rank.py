@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import pin_to_core
+from common import next_token, pin_to_core
 from data_parallel import CLIP, adamw, make_plain_step
 from serve import serve
 from torch import nn
@@ -142,7 +142,7 @@ class Bench:
     def _build(self, name: str, asked: dict) -> None:
         text = torch.randint(0, VOCABULARY, (asked["tokens"] // ROW, ROW + 1), generator=torch.Generator().manual_seed(self._library.rank))
         model = GPT(preset(asked["model"], vocab_size=VOCABULARY, seq_len=ROW), seed=0)
-        self._steps[name] = self._library.build(asked, model, (text[:, :-1].contiguous(), text[:, 1:].contiguous()))
+        self._steps[name] = self._library.build(asked, model, next_token(text))
         del model
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)   # what building has freed goes back: peaks shall be those of training

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from common import Words, count, counts, keep, machine, median_ratio, show
+from common import Words, count, counts, keep, machine, median_ratio, show, worker_command
 
 import rankloom as rl
 from rankloom.comm.blockwise import Blockwise
@@ -98,8 +98,8 @@ def limit(rate: str) -> None:
         run("tc", "-n", host(number), "qdisc", "replace", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", BURST, "latency", "50ms")
 
 
-def launch(ranks_per_host: int, arguments: list[str], script: str = __file__) -> dict:
-    """Run the worker of a script on both hosts; what rank 0 found. All are ended when one fails."""
+def launch(script: str, ranks_per_host: int, args: argparse.Namespace, /, **changed: object) -> dict:
+    """Run the worker of a script on both hosts, as `common.run_ranks` does; what rank 0 found. All are ended when one fails."""
     size = 2 * ranks_per_host
     with tempfile.TemporaryDirectory() as folder:
         out, started = Path(folder) / "out.json", []
@@ -108,7 +108,7 @@ def launch(ranks_per_host: int, arguments: list[str], script: str = __file__) ->
                      "GROUP_RANK": rank // ranks_per_host, "MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
             # On a leash, so that a killed benchmark leaves no ranks behind that would keep the namespaces.
             inside = [sys.executable, str(LEASH), str(os.getpid()), "ip", "netns", "exec", host(rank // ranks_per_host)]
-            command = [*inside, sys.executable, script, "--worker", "--out", str(out), *arguments]
+            command = [*inside, sys.executable, *worker_command(script, args, **changed, out=str(out))]
             started.append(subprocess.Popen(command, env=os.environ | {key: str(value) for key, value in place.items()}))
         try:
             while any(process.poll() is None for process in started) and not any(process.poll() for process in started):
@@ -216,7 +216,7 @@ def main() -> None:
         for rate in args.rates.split(","):
             limit(rate)
             for ranks in args.ranks_per_host:
-                found = launch(ranks, ["--side", str(args.side), "--repeat", str(args.repeat)])
+                found = launch(__file__, ranks, args)
                 rows += rows_of(found, rate, ranks, args.side**2 * 4 >> 20)
                 print(show(rows[-len(found):]), flush=True)
     keep(args.keep, where, rows)

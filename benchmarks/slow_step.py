@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import Words, count, keep, machine, median_ms, median_ratio, show, take_turns
+from common import Words, count, keep, machine, median_ms, median_ratio, next_token, show, take_turns
 from slow_link import end_unless_permitted, launch, limit, two_hosts
 
 import rankloom as rl
@@ -35,7 +35,7 @@ def worker(args: argparse.Namespace) -> None:
             engine = rl.prepare(rl.GPT(preset(args.model, seq_len=TOKENS), seed=0), loss=language_model_loss, world=world, stage=stage,
                                 optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4), compress=compress)
             tokens = torch.randint(0, 1000, (1, TOKENS + 1), generator=torch.Generator().manual_seed(engine.group.rank))
-            steps[f"{name}: {compress}"] = partial(engine.step, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+            steps[f"{name}: {compress}"] = partial(engine.step, next_token(tokens))
     for name, times in take_turns(steps, args.repeat, world.barrier).items():
         found[name] = times["wall"]
     if world.rank == 0:
@@ -55,7 +55,7 @@ def main() -> None:
     with two_hosts():
         limit(args.rate)
         for ranks in [args.ranks_per_host] if args.ranks_per_host else LAYOUTS:
-            found = launch(ranks, ["--ranks-per-host", str(ranks), "--model", args.model, "--repeat", str(args.repeat)], __file__)
+            found = launch(__file__, ranks, args, ranks_per_host=ranks)
             exact = {name.removesuffix(": none"): times for name, times in found.items() if name.endswith(": none")}
             rows += [{"link": args.rate, "ranks": f"2 x {ranks}", "what": name, "ms a step": median_ms(times),
                       "times as fast as exact": median_ratio(exact[name.partition(":")[0]], times)} for name, times in found.items()]

@@ -15,10 +15,10 @@ import json
 import tempfile
 from pathlib import Path
 
-import gpu_single
 import torch
 from common import RESULTS, Words, count, keep, machine, run_alone, show
-from gpu_sharded import VARIANTS, fsdp2, ours, tokens_of
+from gpu_sharded import VARIANTS, step_of, tokens_of
+from gpu_single import STAGE_0
 from matplotlib.figure import Figure
 
 import rankloom as rl
@@ -51,11 +51,7 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     config, world = scaled(args.scale), rl.init(rl.Mesh(shard=1))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as noted:
-        if args.worker == ALONE:
-            step = gpu_single.ours(config, world.device, compiled=True)
-        else:
-            make, variant = fsdp2 if args.worker.startswith("FSDP2") else ours, VARIANTS[args.worker]
-            step = make(variant, config, world.device if make is fsdp2 else world, True)
+        step = step_of(STAGE_0 if args.only == ALONE else VARIANTS[args.only], config, world, compiled=True)
         batch = tokens_of(config, ROWS, world)
         for number in range(STEPS):
             with torch.profiler.record_function(f"step {number}"):
@@ -103,7 +99,7 @@ def main() -> None:
     args = parser.read()
     where, found, table, peer = machine(), {}, [], 0.0
     for name in NAMES:
-        result = run_alone(__file__, name, ["--scale", str(args.scale)])
+        result = run_alone(__file__, args, only=name)
         if "error" in result:
             raise SystemExit(f"{name} could not run: {result['error']}")
         found[name] = result["moments"]

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Words, count, counts, keep, machine, median_ms, median_ratio, pin_to_core, run_ranks, show, take_turns
+from common import Words, count, counts, keep, machine, median_ms, median_ratio, next_token, pin_to_core, run_ranks, show, take_turns
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -43,7 +43,7 @@ def make_step(name: str, args: argparse.Namespace, world: rl.World) -> Step:
     """Loss and backward of one variant, with a model of its own."""
     model = rl.GPT(preset(args.models, vocab_size=8192, seq_len=max(args.tokens, 128), tie=False), seed=0)
     text = torch.randint(0, 8192, (args.rows, args.tokens + 1), generator=torch.Generator().manual_seed(0))
-    tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    tokens, targets = next_token(text)
     by_tokens = name.endswith("by tokens")
     if name.startswith("torch"):
         return with_torch(model, by_tokens, tokens, targets, world)
@@ -110,8 +110,7 @@ def worker(args: argparse.Namespace) -> None:
 
 def measure(ranks: int, size: str, args: argparse.Namespace) -> list[dict]:
     """Rows of the table for one model on one number of ranks."""
-    times = run_ranks(__file__, ranks, ["--models", size, "--tokens", str(args.tokens), "--rows", str(args.rows), "--backend", args.backend,
-                                        "--repeat", str(args.repeat)])["times"]
+    times = run_ranks(__file__, ranks, args, models=size)["times"]
     best = min((name for name in times if name.startswith("torch")), key=lambda name: statistics.median(times[name]["wall"]))
     return [{
         "model": size, "ranks": ranks, "backend": args.backend, "batch": f"{args.rows} x {args.tokens}", "variant": name,
