@@ -111,8 +111,8 @@ class Fold:
 def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, label: str = "canonical_all_reduce") -> Tensor:
     """Sum over all leaves along the tree. Every rank gets the same bits, for any p.
 
-    partials: [n] each, one for each of `owned_nodes(share(rank, p, leaves), leaves)`, in that order; on one rank they are
-              added up in place
+    partials: [n] each, one for each of `owned_nodes(share(rank, p, leaves), leaves)` (`share`: base/shares.py), in that order; on one
+              rank they are added up in place
     sent:     2(p-1) messages, (k+1) n(p-1)/p elements for a rank with k nodes, n rounded up to a multiple of p; a complex number
               counts as two elements
     raises:   NotContiguous; ConfigError for more ranks than leaves, ShapeMismatch for another number of partials

@@ -14,6 +14,7 @@ from rankloom.comm.all_to_all import pairwise_all_to_all
 from rankloom.comm.broadcast import binomial_broadcast
 from rankloom.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from rankloom.world.group import Group, Handle
+from rankloom.world.pairwise import in_order
 from rankloom.world.transport.operands import completed, is_narrow, reduction
 
 
@@ -23,6 +24,9 @@ class Subgroup(Group):
     It has the collectives of `Group`, but they block: with `async_op=True` they return a finished handle.
     """
 
+    whole: Group
+    members: tuple[int, ...]
+
     def __init__(self, whole: Group, members: Sequence[int]):
         if len(set(members)) < len(members) or whole.rank not in members or not set(members) <= set(range(whole.size)):
             raise ConfigError(f"{whole.where('part')}: {tuple(members)} is no part of ranks 0..{whole.size - 1} "
@@ -31,11 +35,13 @@ class Subgroup(Group):
                          name=f"{whole.name}, ranks {tuple(members)}", device=whole.device, timeout=whole.timeout, one_host=whole.one_host,
                          topology=whole.topology.among(members))
         self.ledger, self.whole, self.members = whole.ledger, whole, tuple(members)
+        if isinstance(whole, Subgroup):
+            self.whole, self.members = whole.whole, tuple(whole.members[member] for member in members)
 
     @property
     def in_order(self) -> bool:
-        """As the whole group, whose messages these are."""
-        return self.whole.in_order
+        """As messages of the whole group between these ranks."""
+        return in_order(self.whole._process_group, self.device, self.members)
 
     def send(self, x: Tensor, to: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Send `x` to rank `to` of this subgroup."""

@@ -14,12 +14,14 @@ from rankloom.data.text import disk
 Tokens = NDArray[Any]
 Progress = Callable[[str, float], None]     # (what is being done, fraction done: 0 .. 1)
 
+TOKEN_DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
+
 _BLOCK = 1 << 22
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smallest of uint16 and uint32 that holds every token."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    return TOKEN_DTYPES[vocab_size > 1 << 16]
 
 
 def open_tokens(path: str | Path, vocab_size: int | None = None, *, progress: Progress | None = None) -> Tokens:

@@ -17,7 +17,7 @@ import numpy as np
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.files import replacing
 from rankloom.base.rng import key_to_seed
-from rankloom.data.arrays import Progress, Tokens, open_tokens, read_json, token_dtype
+from rankloom.data.arrays import TOKEN_DTYPES, Progress, Tokens, open_tokens, read_json, token_dtype
 from rankloom.data.order import permute
 from rankloom.data.text import ARRAY_SUFFIXES, Document, Survey, disk, documents, expanded, survey
 from rankloom.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
@@ -184,10 +184,10 @@ def _complete(notes: Sequence[Path], paths: tuple[Path, Path]) -> bool:
     """Whether both arrays exist, and are as long as all notes say. A power cut may leave notes empty: they count as missing."""
     try:
         entry, *others = map(read_json, notes)
-        size = np.dtype(entry["dtype"]).itemsize
+        size = {dtype.name: dtype.itemsize for dtype in TOKEN_DTYPES}[entry["dtype"]]
         return entry["train"] * size == paths[0].stat().st_size and entry["validation"] * size == paths[1].stat().st_size \
             and others == [entry] * len(others)
-    except (FileNotFoundError, DataError, KeyError, TypeError):
+    except (OSError, DataError, KeyError, TypeError):
         return False
 
 

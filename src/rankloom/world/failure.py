@@ -58,7 +58,10 @@ class Failure:
 
 def briefly(error: BaseException) -> Failure:
     """What says whether an error is the consequence of another rank's, and no more."""
-    return Failure(type(error).__name__, str(error), "", "", "", 0.0, "")
+    text = ""
+    with suppress(Exception):   # a user's own error may have no text
+        text = str(error)
+    return Failure(type(error).__name__, text, "", "", "", 0.0, "")
 
 
 def raisable(error: BaseException, rank: int, size: int, trace: str = "") -> BaseException:

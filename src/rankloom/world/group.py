@@ -27,7 +27,7 @@ from rankloom.world.debug import Fingerprint, Inspector, call_site
 from rankloom.world.handle import Handle as Handle
 from rankloom.world.handle import InFlight
 from rankloom.world.ledger import Ledger as Ledger
-from rankloom.world.pairwise import combine_in_order, expect_message, ignores_tags, is_nccl, keep, start_both, start_dealing, start_gather
+from rankloom.world.pairwise import combine_in_order, expect_message, ignores_tags, in_order, keep, start_both, start_dealing, start_gather
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.operands import completed, dealt_rows, expect_movable, expect_operand, expect_rank, reduction, untouched
@@ -75,10 +75,9 @@ class Group:
 
     @property
     def in_order(self) -> bool:
-        """Whether messages from one rank to another must be received in the order of sending, whatever their tags: so with NCCL."""
-        if (pg := self._process_group) is None or self.device.type != "cuda":
-            return False
-        return pg.in_order(self.device) if isinstance(pg, DeviceRouter) else is_nccl(pg, self.device)
+        """Whether messages from one rank to another must be received in the order of sending, whatever their tags: so with NCCL. All ranks
+        must ask."""
+        return in_order(self._process_group, self.device, range(self.size))
 
     @property
     def lends_memory(self) -> bool:

@@ -43,6 +43,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     topology: a cluster file (base/topology.py); by default the launcher says which ranks share a node
     backend:  for CPU tensors: "gloo", "rankloom" (shared memory, and TCP between hosts), or "auto":
               shared memory if all ranks share a host. It has room for 256 ranks of a host
+    The environment stays as it is: a launcher's variables are read, none is set.
     A world of CPU ranks that is open and idle when the program ends is closed then, before functions registered earlier with `atexit`.
     A call of several ranks keeps one file open until the program ends, the connection to the store, also after its world was closed.
     raises:   MeshError if the mesh needs another number of ranks; RankLost if the others do not come; ConfigError, on all ranks,

@@ -62,6 +62,13 @@ def ignores_tags(pg: dist.ProcessGroup, device: torch.device, peer: int) -> bool
     return device.type == "cuda" and (pg.over_nccl(device, peer) if isinstance(pg, DeviceRouter) else is_nccl(pg, device))
 
 
+def in_order(pg: dist.ProcessGroup | None, device: torch.device, ranks: Sequence[int]) -> bool:
+    """Whether that is so of messages between any two of these ranks. Each of them must call this, and no other rank."""
+    if pg is None or device.type != "cuda":
+        return False
+    return pg.in_order(device, ranks) if isinstance(pg, DeviceRouter) else is_nccl(pg, device)
+
+
 def start_both(pg: dist.ProcessGroup, out: Tensor, into: Tensor, to: int, frm: int, tag: int = 0) -> list[Any]:
     """Start a send and a receive. NCCL gets them as one call: it makes calls in the order of its stream, so opposite sends would wait for
     each other."""

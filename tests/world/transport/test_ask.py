@@ -1,5 +1,6 @@
 """A store that takes questions and says nothing, as one whose process is stopped: nobody waits for it without end."""
 
+import _thread
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import rankloom as rl
-from patience import AT_ONCE
+from patience import AT_ONCE, STARTED
 from rankloom.world.cluster import find_topology
 from rankloom.world.debug import Fingerprint, Inspector
 from rankloom.world.transport import ask
@@ -81,6 +82,26 @@ def test_the_first_rank_does_not_wait_for_a_stopped_store_either(stopped, first,
     with pytest.raises(rl.RankLost, match=r"rank 0: the store of the job does not answer"):
         first(stopped)
     assert time.monotonic() - begin < AT_ONCE and len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_memory_is_asked_for_once_in_a_stopped_store(stopped):
+    begin = time.monotonic()
+    with pytest.raises(rl.RankLost, match="does not answer"):
+        map_together(stopped, 0, 2, KERNELS, 2.0)
+    assert time.monotonic() - begin < 4.0   # seconds; 2.0 and twice a little
+
+
+def test_a_start_that_was_interrupted_does_not_answer_the_ranks_of_the_next():
+    """As by Ctrl-C in a notebook: of what rank 0 has asked the store, no more than one look goes on in a thread."""
+    store = dist.HashStore()
+    threading.Timer(0.2, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        start_afresh(store, 0, 2, STARTED)
+    for start in range(3):
+        with ThreadPoolExecutor(2) as ranks:
+            parts = [*ranks.map(lambda rank: start_afresh(store, rank, 2, 3.0), range(2))]
+        parts[0].set("here", str(start))
+        assert parts[1].check(["here"]) and parts[1].get("here") == str(start).encode()
 
 
 def in_front_of(store):

@@ -1,6 +1,7 @@
 """Whatever a damaged peer writes into shared memory, this rank touches nothing outside of it: ranks are forked processes here."""
 
 import ctypes
+import errno
 import mmap
 import os
 import subprocess
@@ -186,6 +187,15 @@ link.leave()   # before the memory goes
 """
 
 
+def test_memory_that_the_kernel_does_not_give_is_a_memory_error(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(MemoryError, match="4,096 bytes of shared memory cannot be created: Too many open files in system"):
+        memory.create_memory(4096)
+
+
 @pytest.mark.parametrize(("call", "text"), [
     ("link.run(8, 5, 0, 0, 0, 0, 0, 1.0)", "for collectives in the background"),   # it must wait for the first
     ("link.post(0, ctypes.addressof(ctypes.c_int(0)), 4, 1, 0)", "to carry messages: Resource temporarily unavailable"),
@@ -193,3 +203,29 @@ link.leave()   # before the memory goes
 def test_a_call_that_needs_a_thread_but_gets_none_is_an_error_not_a_success(call, text):
     done = subprocess.run([sys.executable, "-c", NO_THREADS.format(call=call)], capture_output=True, text=True, check=False)
     assert done.stdout == f"no thread could be started {text}\n" and done.returncode == 0, done.stderr
+
+
+HALF_SENT = """
+import ctypes, mmap, resource
+from rankloom.world.transport import _shared
+from rankloom.world.transport.codes import ABORTED
+memory = mmap.mmap(-1, _shared.segment_size(2))
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+first, other = (_shared.Link(address, rank, 2, 0, 20, 4096) for rank in (0, 1))
+long, into = (ctypes.create_string_buffer(2 << 20) for _ in range(2))
+used = int(open("/proc/self/statm").read().split()[0]) * mmap.PAGESIZE
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), -1))
+try:
+    first.post(1, ctypes.addressof(long), len(long), 1, 0)
+except RuntimeError as error:
+    print(error)
+print(other.message(0, ctypes.addressof(into), len(into), 0, 0, 1.0) == -ABORTED, first.status()[:2] == (ABORTED, 0))
+other.leave()
+first.leave()
+"""
+
+
+def test_a_message_that_cannot_be_sent_to_its_end_breaks_the_group():
+    """What is sent next would be received as its rest."""
+    done = subprocess.run([sys.executable, "-c", HALF_SENT], capture_output=True, text=True, check=False)
+    assert done.stdout == "no thread could be started to carry messages: Resource temporarily unavailable\nTrue True\n", done.stderr

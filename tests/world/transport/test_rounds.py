@@ -401,6 +401,8 @@ def test_memory_that_one_rank_does_not_have_is_refused_on_all(ranks, monkeypatch
             group.buffer((256,))
         with pytest.raises(ShapeMismatch, match="ranks ask for different sizes, in bytes: \\[256, 512\\]"):
             group.buffer((64 * (rank + 1),))
+        with pytest.raises(ShapeMismatch, match="ranks ask for different sizes, in bytes: \\[256, 4096\\]"):   # one is too large, too
+            group.buffer((1024 if rank else 64,))
 
     expect_nothing_kept(lambda: ranks(2).each(body))
 

@@ -17,6 +17,7 @@ from conformance.ranks import Ranks, seconds
 from conformance.test_collectives import run_and_check
 from patience import AT_ONCE
 from rankloom.base.errors import RankLost, ShapeMismatch
+from rankloom.comm.subgroup import Subgroup
 from rankloom.world import connect
 from rankloom.world.transport import backend, router
 from rankloom.world.transport.device_group import DeviceGroup
@@ -144,6 +145,18 @@ def test_messages_come_in_the_order_of_sending_where_nccl_carries_some_of_them(m
     told = plain.run(lambda rank: groups[rank].in_order)
     monkeypatch.undo()
     assert told == [in_order] * 3
+    plain.close()
+
+
+@pytest.mark.parametrize("gpus, in_order", [("aa", False), ("ab", True)])
+def test_ranks_of_a_part_ask_each_other_only_how_their_messages_come(monkeypatch, gpus, in_order):
+    """The third rank has told nobody which GPU it has."""
+    plain = Ranks(3)
+    groups = [rl.Group(DeviceRouter(group, 20.0), device=GPU) for group in plain.groups]
+    pretend_gpus(monkeypatch, lambda rank: gpus[rank])
+    told = plain.run(lambda rank: Subgroup(groups[rank], (0, 1)).in_order if rank < 2 else None)
+    monkeypatch.undo()
+    assert told == [in_order, in_order, None]
     plain.close()
 
 

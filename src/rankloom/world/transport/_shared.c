@@ -1297,9 +1297,8 @@ static void *carry(void *self)
     }
 }
 
-static void withdraw(Link *l, Message *m)
+static void take_out(Link *l, Message *m)
 {
-    pthread_mutex_lock(&l->post);
     for (Message **at = &l->messages; *at; at = &(*at)->next)
         if (*at == m) {
             *at = m->next;
@@ -1308,6 +1307,12 @@ static void withdraw(Link *l, Message *m)
     for (int r = 0; r < l->ranks; r++)
         if (l->incoming[r].message == m)
             l->incoming[r].busy = 0;
+}
+
+static void withdraw(Link *l, Message *m)
+{
+    pthread_mutex_lock(&l->post);
+    take_out(l, m);
     pthread_mutex_unlock(&l->post);
 }
 
@@ -1510,11 +1515,14 @@ static PyObject *link_post(Link *l, PyObject *const *args, Py_ssize_t n)
     int problem = 0;
     if (!m->done && !l->has_postman && !l->closing)
         l->has_postman = !(problem = pthread_create(&l->postman, NULL, carry, l));
-    if (!m->done)
+    if (problem) {
+        if (m->started)
+            break_group(l, l->rank, ABORTED);   /* what comes next from this rank, or to it, would be taken for the rest of this message */
+        take_out(l, m);
+    } else if (!m->done)
         pthread_cond_signal(&l->posted);
     unlock_post(l, state);
     if (problem) {
-        withdraw(l, m);
         free(m);
         return PyErr_Format(PyExc_RuntimeError, "no thread could be started to carry messages: %s", strerror(problem));
     }

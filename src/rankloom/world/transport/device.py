@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport.channel import Channel
-from rankloom.world.transport.codes import BARRIER
 
 RELEASED = 1 << 62   # a mark that satisfies every queue; comparisons are signed
 NOWHERE = (0, 0)     # regions count from 1
@@ -99,7 +98,9 @@ def share_memory(channel: Channel, device: Device, nbytes: int) -> tuple[list[Te
     raises: MemoryError, ShapeMismatch, DeviceError on all ranks or none
     """
     device.drain()
-    channel.call(BARRIER)
+    asked = channel.gather_json(nbytes)   # all ranks have drained
+    if len({*asked}) > 1:
+        raise ShapeMismatch(f"{channel.where('buffer')}: ranks ask for different sizes, in bytes: {asked}")
     handle = ""
 
     def export() -> Tensor:
@@ -109,11 +110,9 @@ def share_memory(channel: Channel, device: Device, nbytes: int) -> tuple[list[Te
 
     try:
         mine = channel.do_together(export, "buffer")
-        asked = channel.gather_json([nbytes, handle])
-        if len({size for size, _ in asked}) > 1:
-            raise ShapeMismatch(f"{channel.where('buffer')}: ranks ask for different sizes, in bytes: {[size for size, _ in asked]}")
+        handles = channel.gather_json(handle)
         return channel.do_together(lambda: [mine if rank == channel.rank else device.open(theirs, nbytes)
-                                            for rank, (_, theirs) in enumerate(asked)], "buffer"), handle
+                                            for rank, theirs in enumerate(handles)], "buffer"), handle
     except BaseException:
         if handle:   # nobody has submitted work on it yet
             device.give_back(handle)

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -89,7 +89,7 @@ def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dis
     raises: RankLost naming the ranks that did not come within `timeout` seconds; ConfigError if one counts other ranks than rank 0
     """
     if rank == 0:
-        return ask_store(lambda: _lead(store, size, timeout), rank, timeout)
+        return _lead(store, size, timeout)
     word = secrets.token_hex(8)
     ask_store(lambda: store.set(f"word/{rank}", word), rank, timeout)
     wait_for(store, {f"part/{word}": 0}, rank, timeout)
@@ -107,16 +107,22 @@ def _lead(store: dist.Store, size: int, timeout: float) -> dist.Store:
     while missing and not problem:
         if time.monotonic() > deadline:
             raise _absent(0, missing, timeout)
-        words = [f"word/{rank}" for rank in missing]
-        for word in {word for key in {*words} - {*unset_keys(store, words)} if (word := read_key(store, key))} - answered:
-            store.set(f"part/{word}", name)
-            answered.add(word)
-        missing, problem = _who_misses(part, missing, size)
+        # One look at a time: what is asked goes on in a thread if this rank is interrupted, and must not answer the next start's ranks.
+        ask_store(partial(_answer, store, name, missing, answered), 0, timeout)
+        missing, problem = ask_store(partial(_who_misses, part, missing, size), 0, timeout)
         time.sleep(NAP)
-    part.set(ALL_CAME, problem)
+    ask_store(lambda: part.set(ALL_CAME, problem), 0, timeout)
     if problem:
         raise ConfigError(problem)
     return part
+
+
+def _answer(store: dist.Store, name: str, missing: Sequence[int], answered: set[str]) -> None:
+    """Tell the ranks that have written a word the name of the part. answered: the words that were answered; it grows"""
+    words = [f"word/{rank}" for rank in missing]
+    for word in {word for key in {*words} - {*unset_keys(store, words)} if (word := read_key(store, key))} - answered:
+        store.set(f"part/{word}", name)
+        answered.add(word)
 
 
 def _who_misses(part: dist.Store, missing: Sequence[int], size: int) -> tuple[list[int], str]:

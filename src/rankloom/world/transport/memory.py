@@ -36,18 +36,19 @@ def expect_memory(nbytes: int) -> None:
 def create_memory(nbytes: int) -> int:
     """A descriptor of new memory, which is zero, and allocated when it is touched. The caller makes sure that so much is free.
 
-    raises: MemoryError when files of that size are not allowed, as which the kernel sees it
+    raises: MemoryError when the kernel, for which it is a file, allows no more files, or none of that size
     """
-    descriptor = os.memfd_create("rankloom", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, nbytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-    except BaseException as error:
-        os.close(descriptor)
-        if isinstance(error, OSError) and error.errno == errno.EFBIG:
-            raise MemoryError(f"{nbytes:,} bytes of shared memory are more than this process may write to a file: raise the limit "
-                              "(ulimit -f), or use the backend gloo") from error
-        raise
+    with contextlib.ExitStack() as made:
+        try:
+            descriptor = os.memfd_create("rankloom", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            made.callback(os.close, descriptor)
+            os.ftruncate(descriptor, nbytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+        except OSError as error:
+            why = "are more than this process may write to a file: raise the limit (ulimit -f), or use the backend gloo" \
+                if error.errno == errno.EFBIG else f"cannot be created: {error.strerror}"
+            raise MemoryError(f"{nbytes:,} bytes of shared memory {why}") from error
+        made.pop_all()
     return descriptor
 
 
@@ -86,17 +87,17 @@ def map_together(store: dist.Store, rank: int, size: int, kernels: dict[str, Any
         try:
             mapping, kernel = _join(store, rank, size, kernels, timeout, files) if rank else _create(store, size, kernels, timeout, files)
         except Exception as error:
-            _tell_why(str(error), store, rank, timeout)
+            _tell_why(str(error), store, rank)
             raise
         cores = _understood(hear_all(store, "mapped", rank, size, timeout, json.dumps(sorted(os.sched_getaffinity(0)))), rank)
     return mapping, kernel, len(set().union(*cores))
 
 
-def _tell_why(problem: str, store: dist.Store, rank: int, timeout: float) -> None:
-    """Tell the ranks that wait for this one. If the store is gone, they notice that themselves."""
+def _tell_why(problem: str, store: dist.Store, rank: int) -> None:
+    """Tell the ranks that wait for this one. If the store is gone or stopped, they notice that themselves: it is not waited for again."""
     with contextlib.suppress(RankLost):
         for key in (f"memory/{rank}", f"mapped/{rank}"):
-            ask_store(partial(store.set, key, json.dumps(problem)), rank, timeout)
+            ask_store(partial(store.set, key, json.dumps(problem)), rank, 0)
 
 
 def _create(store: dist.Store, size: int, kernels: dict[str, Any], timeout: float, files: contextlib.ExitStack) -> tuple[Mapping, str]:

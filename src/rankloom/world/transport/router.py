@@ -110,24 +110,31 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
 
     def _choose(self, device: torch.device, ranks: tuple[int, ...]) -> Any:
         with self._lock:
-            device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-            if self._device not in (None, device):
-                raise ShapeMismatch(f"{self.cpu.channel.where('a call')}: a tensor on {device}, but this rank has used {self._device} so "
-                                    "far; one rank of a group uses one device")
-            if self._device is None:
-                self._device = device
-                place = GpuPlace(this_host(), str(torch.cuda.get_device_properties(device).uuid), os.getpid())
-                ask_store(lambda: self._tell(place), self.rank(), self._timeout)
+            device = self._own(device)
             kind = choose_carrier(self._find(ranks or range(self.size())))
             if kind not in self._carriers:
                 self._carriers[kind] = self._make(kind, device)
             self._known[device, ranks] = self._carriers[kind]
             return self._carriers[kind]
 
-    def in_order(self, device: torch.device) -> bool:
-        """Whether any two ranks receive CUDA tensors in the order of sending, whatever the tags: NCCL has none. All must call this."""
-        self.carrier(device)
-        return any(choose_carrier(pair) == NCCL for pair in combinations(self._places.values(), 2))
+    def _own(self, device: torch.device) -> torch.device:
+        """This rank's one device, with its number. Tells the others which GPU it is, the first time."""
+        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        if self._device not in (None, device):
+            raise ShapeMismatch(f"{self.cpu.channel.where('a call')}: a tensor on {device}, but this rank has used {self._device} so "
+                                "far; one rank of a group uses one device")
+        if self._device is None:
+            self._device = device
+            place = GpuPlace(this_host(), str(torch.cuda.get_device_properties(device).uuid), os.getpid())
+            ask_store(lambda: self._tell(place), self.rank(), self._timeout)
+        return device
+
+    def in_order(self, device: torch.device, ranks: Sequence[int]) -> bool:
+        """Whether NCCL, which has no tags, carries CUDA tensors between any two of these ranks. Each of them must call this."""
+        with self._lock:
+            self._own(device)
+            places = self._find(ranks)
+        return any(choose_carrier(pair) == NCCL for pair in combinations(places, 2))
 
     def over_nccl(self, device: torch.device, peer: int) -> bool:
         """Whether NCCL carries messages of CUDA tensors between this rank and `peer`. Both must call this, and nobody else."""
