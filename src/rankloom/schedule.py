@@ -66,7 +66,7 @@ def read_costs(text: str | None, stages: int) -> Costs:
     """Parse "F,I,W" or "F,I,W,message", the times of a stage; or a .json file with a list for each, and perhaps `send`. raises: ConfigError
 
     >>> read_costs("2,2,1,0.1", stages=2)
-    Costs(forward=(2.0, 2.0), input=(2.0, 2.0), weight=(1.0, 1.0), message=0.1, kept=1.0, send=0.0)
+    Costs(forward=(2.0, 2.0), input=(2.0, 2.0), weight=(1.0, 1.0), message=0.1, send=0.0)
     """
     if text is None:
         return Costs.even(stages)

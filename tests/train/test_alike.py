@@ -67,11 +67,10 @@ def called(name, module):
 def test_an_option_that_decides_which_collectives_run_is_an_error_on_all_ranks_where_one_has_another(common, rank_1, message):
     """One rank waited for a message that no other one sent, or a backend ended the process."""
     mesh, options = common.get("mesh", 2), {name: value for name, value in common.items() if name != "mesh"}
-    shape = rl.GPTConfig(vocab_size=16, width=16, layers=2, heads=2, kv_heads=2, ffn=16, seq_len=4)
 
     def body(world):
         with pytest.raises(rl.ConfigError, match=f"rank 1 was given another way to train than rank 0: {message}; give all ranks the same"):
-            rl.prepare(rl.GPT(shape, seed=0), loss=language_model_loss, world=world, optimizer=adams, **options,
+            rl.prepare(rl.GPT(SHAPE, seed=0), loss=language_model_loss, world=world, optimizer=adams, **options,
                        **rank_1 if world.rank else {})
 
     rl.simulate(mesh, body)
@@ -100,6 +99,41 @@ def test_ranks_may_cut_their_rows_in_other_numbers_of_micro_batches():
     """One may have less memory than another: sums do not tell."""
     steps = rl.simulate(2, lambda world: start(world, accumulate=1 + world.rank).step(torch.ones(2, 2)).count)
     assert steps == [4, 4]
+
+
+SHAPE = rl.GPTConfig(vocab_size=16, width=16, layers=2, heads=2, kv_heads=2, ffn=16, seq_len=4)
+
+
+def train_gpt(world, **options):
+    engine = rl.prepare(rl.GPT(SHAPE, seed=0), loss=language_model_loss, world=world, optimizer=adams, accumulate=2, **options)
+    text = torch.arange(20).view(4, 5) % 16
+    return [engine.step((text[:, :-1], text[:, 1:])).loss for _ in range(2)]
+
+
+@pytest.mark.parametrize(("mesh", "options", "rank_1"), [
+    (rl.Mesh(pipe=2), {"pipe": "1f1b", "recompute": "selective"}, {"recompute": "full"}),
+    (rl.Mesh(pipe=2), {"pipe": "1f1b", "stage": 1}, {"offload": True}),
+    (rl.Mesh(shard=2), {"stage": 3}, {"recompute": "full"})])
+def test_stages_may_recompute_and_offload_in_their_own_ways_and_ranks_whose_blocks_exchange_nothing_recompute_so(mesh, options, rank_1):
+    """The first stage of a pipeline holds the most micro-batches."""
+    alike = rl.simulate(mesh, lambda world: train_gpt(world, **options))
+    assert rl.simulate(mesh, lambda world: train_gpt(world, **options | (rank_1 if world.rank else {}))) == alike
+
+
+def test_where_ranks_of_one_stage_recompute_in_other_ways_all_ranks_are_told():
+    def body(world):
+        with pytest.raises(rl.ConfigError, match="rank 3 was given another way .* than rank 2: recompute is 'full', on rank 2 'none'"):
+            train_gpt(world, pipe="1f1b", recompute="full" if world.rank == 3 else "none")
+
+    rl.simulate(rl.Mesh(pipe=2, tensor=2), body)
+
+
+def test_a_plan_of_another_type_is_refused_in_words():
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=r"plan='colwise' is of type str, expected name patterns and their words"):
+            train_gpt(world, tensor_plan="colwise")
+
+    rl.simulate(rl.Mesh(tensor=2), body)
 
 
 def test_at_stage_1_a_rank_may_offload_alone():

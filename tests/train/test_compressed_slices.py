@@ -234,8 +234,9 @@ def test_config_files_refuse_the_same_with_the_same_reasons(tmp_path):
     with pytest.raises(rl.ConfigError, match=r'\[comm\] compress = "powersgd" needs whole matrices'):
         load(*sharded, "--comm.compress=powersgd")
     with pytest.raises(rl.ConfigError, match=r'\[comm\] compress = "topk" has no reduce-scatter'):
-        load(*sharded, "--comm.compress=topk")
-    assert load(*sharded, "--comm.compress=topk", "--mesh.replicate=2").comm.compress == "topk"
+        load(*sharded, "--comm.compress=topk", "--mesh.replicate=1")
+    for replicate in ((), ("--mesh.replicate=2",)):   # left out, it is not known yet
+        assert load(*sharded, "--comm.compress=topk", *replicate).comm.compress == "topk"
     assert load(*sharded, "--comm.compress=int8", "--mesh.pipe=2").comm.compress == "int8"
 
 

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import rankloom as rl
+from rankloom.models.loss import language_model_loss
+from rankloom.train import recompute as module
 from rankloom.train.measure import Trace
 from rankloom.train.recompute import recompute
 
@@ -102,3 +105,18 @@ def test_a_step_stays_within_a_budget_that_the_first_block_alone_would_not_excee
         out = run(model)
     assert trace.kept(out) - 64 * 8 * 4 <= found.plan.peak <= budget
     assert planned(make)[1].plan.peak > budget, "so something had to be recomputed"
+
+
+def test_each_block_is_measured_once_in_each_forward_of_the_first_step_and_not_in_trials_before_it(monkeypatch):
+    measured = []
+    monkeypatch.setattr(module, "_cost", lambda forward, *given, plain=module._cost: measured.append(forward) or plain(forward, *given))
+    shape, text = rl.GPTConfig(vocab_size=16, width=16, layers=3, heads=2, kv_heads=2, ffn=16, seq_len=4), torch.arange(20).view(4, 5) % 16
+
+    def body(world):
+        engine = rl.prepare(rl.GPT(shape, seed=0), loss=language_model_loss, world=world, optimizer=torch.optim.AdamW, accumulate=2,
+                            recompute="1 MiB")
+        for _ in range(2):
+            engine.step((text[:, :-1], text[:, 1:]))
+
+    rl.simulate(1, body)
+    assert len(measured) == 3   # the plan is made in the first backward, before the second forward

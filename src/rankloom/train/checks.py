@@ -23,7 +23,7 @@ from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.tensor.apply import expect_plan
 from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.parallel.zero import STAGES, expect_counts
-from rankloom.train.alike import expect_alike
+from rankloom.train.alike import expect_alike, expect_alike_in
 from rankloom.train.batch_size import LOGICAL_SHARDS
 from rankloom.train.blocks import blocks_of, classes_in
 from rankloom.train.engine import Loss, Settings
@@ -163,11 +163,15 @@ def check_alike(world: World, settings: Settings, stage: int, asked: Mapping[str
             "deterministic": settings.logical_shards, **asked, "pipe": without_functions(asked["pipe"])}
     if not isinstance(asked["units"], str | int | type | tuple):
         mine["units"] = "a function"
-    if asked["tensor_plan"] is not None:
+    if isinstance(asked["tensor_plan"], Mapping):
         mine["tensor_plan"] = dict(asked["tensor_plan"])
     if stage > 1 or is_split(world):   # each micro-batch has collectives of its own
         mine["accumulate"] = settings.accumulate
-    else:   # a rank may have less memory than others; but a plan by bytes is made in a collective
+    else:   # a rank may have less memory than others
         del mine["offload"]
+    if all(world.mesh.sizes()[axis] == 1 for axis in ("context", "tensor", "expert")):   # no block has collectives; making a plan has
         mine["recompute"] = "a number of bytes" if parse_policy(asked["recompute"])[1] else "none, selective or full"
+    of_stage: dict[str, Any] = {name: mine.pop(name) for name in ("offload", "recompute") if name in mine and world.mesh.pipe > 1}
     expect_alike(world, "way to train", mine)
+    if of_stage:   # the first stage of a pipeline holds the most micro-batches, and may recompute or offload more than the others
+        expect_alike_in(world.group(*(axis for axis in world.mesh.sizes() if axis != "pipe")), world, "way to train", of_stage)

@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from numbers import Real
@@ -134,7 +134,7 @@ class Engine:
         with (explain_out_of_memory(self.world_rank, self.group.device, self.held),
               step_with(batch, self.settings.accumulate, self.world_rank) as batch):
             batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
-            self._first_steps.before(self.steps_done, batch, lambda piece: self._call_loss(piece)[1][:2], self._tokens_apart)
+            self._first_steps.before(self.steps_done, batch, self._try_loss, self._tokens_apart)
             totals = self._run_in_canonical_order(batch) if self.settings.logical_shards else self._run_in_free_order(batch)
             exposed = self.placement.waited - waited
             self._first_steps.after(self.steps_done, totals)
@@ -232,7 +232,7 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The modules that this rank holds: the whole model, or some pipeline stages."""
+        """The modules that this rank holds: the whole model, or some pipeline stages. It cannot be replaced; `compile=True` compiles it."""
         return self.placement.model
 
     @property
@@ -316,6 +316,12 @@ class Engine:
         """
         items = self.tokens.all_reduce(totals, label="first count")[1].item()
         self.scale = LossScale.first(items * (self.settings.logical_shards or self.settings.accumulate))
+
+    def _try_loss(self, piece: Any) -> Tensor:
+        """[loss sum, count] of a trial, which no backward follows."""
+        recompute = self.settings.recompute
+        with recompute.unmeasured() if recompute else nullcontext():
+            return self._call_loss(piece)[1][:2]
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
         """The loss sum, and its totals, detached: fp64 [sum, count]; with experts [sum without auxiliary losses, count, auxiliary].

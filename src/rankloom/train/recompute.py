@@ -22,7 +22,7 @@ source: Chen et al. 2016 (checkpointing), Korthikanti et al. 2022 (selective)
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.quantities import parse_size
+from rankloom.base.scoped import temporarily
 from rankloom.models.moe import uncounted
 from rankloom.train.block_buffers import Before, Values, on_copies, statistics
 from rankloom.train.blocks import Compiler, Wrapped, arguments_unchanged, blocks_of
@@ -122,6 +123,7 @@ class Recompute:
         self.forwards = {name: RecomputedForward(block, choice, partial(self._measure, name), self._decide)
                          for name, block in blocks.items()}
         self._waiting: list[tuple[str, ref[Replay], BlockCost]] = []   # in forward order; the ref is dead once autograd drops it
+        self._measures = True
 
     def __str__(self) -> str:
         if self.plan:
@@ -130,7 +132,12 @@ class Recompute:
 
     def _measure(self, name: str, replay: "Replay", args: Any, kwargs: Any) -> None:
         """Before a forward: measure what it would keep and recompute with each choice."""
-        self._waiting.append((name, ref(replay), _cost(self.forwards[name], args, kwargs)))
+        if self._measures:
+            self._waiting.append((name, ref(replay), _cost(self.forwards[name], args, kwargs)))
+
+    def unmeasured(self) -> AbstractContextManager[None]:
+        """A context for forwards that no backward follows, such as trials: measuring runs each block three times more."""
+        return temporarily(self, _measures=False)
 
     def _decide(self) -> None:
         """Make the plan, in the first backward: autograd then holds the largest number of forwards at a time."""
