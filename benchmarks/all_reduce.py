@@ -254,8 +254,9 @@ def main() -> None:
         rows += all_rows(ranks, found)
         tables.append(show(summary(ranks, found)))
         print(tables[-1], flush=True)
-        draw(ranks, rows, RESULTS / f"{args.name}-{ranks}.png")
-        pictures.append(f"\n![{ranks} ranks]({args.name}-{ranks}.png)\n")
+        if args.name:
+            draw(ranks, rows, RESULTS / f"{args.name}-{ranks}.png")
+            pictures.append(f"\n![{ranks} ranks]({args.name}-{ranks}.png)\n")
     print(f"{time.perf_counter() - begin:.0f} s")
     keep(args.name, f"{where}\n{warning}".strip(), rows, shown="\n\n".join(tables), note="".join(pictures))
 

@@ -187,7 +187,12 @@ def busy_cores() -> str:
 
 
 def keep(name: str, where: str, rows: list[dict], note: str = "", shown: str = "") -> None:
-    """Write the rows to benchmarks/results/NAME.json, and as a table (or `shown` in its place) to NAME.md; again as more of them come."""
+    """Write the rows to benchmarks/results/NAME.json, and as a table (or `shown` in its place) to NAME.md; again as more of them come.
+
+    With an empty name nothing is kept.
+    """
+    if not name:
+        return
     RESULTS.mkdir(exist_ok=True)
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     (RESULTS / f"{name}.json").write_text(json.dumps({"command": command, "machine": where, "rows": rows}, indent=1) + "\n")

@@ -302,8 +302,7 @@ def main() -> None:
     if held:
         tables += [show(held), "\n".join(judge_memory(held))]
         print("\n\n".join(tables[-2:]))
-    if args.name:
-        keep(args.name, f"{where}\n{warning}".strip(), rows + held, shown="\n\n".join(tables))
+    keep(args.name, f"{where}\n{warning}".strip(), rows + held, shown="\n\n".join(tables))
 
 
 if __name__ == "__main__":

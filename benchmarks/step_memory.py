@@ -107,7 +107,8 @@ def main() -> None:
         table.append(row(name, found[name], args.scale, peer))
         print(show(table[-1:]), flush=True)
     keep(args.name, where, table)
-    draw(found, args.scale, RESULTS / f"{args.name}.png")
+    if args.name:
+        draw(found, args.scale, RESULTS / f"{args.name}.png")
 
 
 if __name__ == "__main__":
