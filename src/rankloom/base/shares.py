@@ -20,6 +20,6 @@ def share(rank: int, ranks: int, n: int) -> range:
     """
     if not 0 <= rank < ranks:
         raise BatchError(f"rank {rank} of {ranks} ranks does not exist; ranks count from 0")
-    sizes = chunk_sizes(n, ranks)
-    start = sum(sizes[:rank])
-    return range(start, start + sizes[rank])
+    size, longer = divmod(n, ranks)   # the first `longer` shares are one longer
+    start = rank * size + min(rank, longer)
+    return range(start, start + size + (rank < longer))
