@@ -30,7 +30,7 @@ from rankloom.train.engine import Loss, Settings
 from rankloom.train.pipe import without_functions
 from rankloom.train.recompute import parse_policy
 from rankloom.train.rules import conflicts
-from rankloom.train.split_model import ROW_AXES, is_split
+from rankloom.train.split_model import ROW_AXES, beside_pipe, is_split
 from rankloom.world.world import World
 
 
@@ -174,4 +174,4 @@ def check_alike(world: World, settings: Settings, stage: int, asked: Mapping[str
     of_stage: dict[str, Any] = {name: mine.pop(name) for name in ("offload", "recompute") if name in mine and world.mesh.pipe > 1}
     expect_alike(world, "way to train", mine)
     if of_stage:   # the first stage of a pipeline holds the most micro-batches, and may recompute or offload more than the others
-        expect_alike_in(world.group(*(axis for axis in world.mesh.sizes() if axis != "pipe")), world, "way to train", of_stage)
+        expect_alike_in(beside_pipe(world), world, "way to train", of_stage)

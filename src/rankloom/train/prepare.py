@@ -60,8 +60,7 @@ from rankloom.train.precision import Precision, cast_floats, formats_of, full_pa
 from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
 from rankloom.train.running_microbatch import RunningMicrobatch
-from rankloom.train.split_model import ROW_AXES, is_split, split_model
-from rankloom.world.group import Group
+from rankloom.train.split_model import ROW_AXES, beside_pipe, is_split, split_model
 from rankloom.world.launch import fix_cublas_workspace
 from rankloom.world.world import World
 
@@ -168,17 +167,12 @@ def _change_blocks(model: nn.Module, world: World, units: Policy, recompute: str
     Where `units` are module classes, modules of these classes are the blocks.
     """
     blocks = classes_in(units)
-    chosen = recompute_blocks(model, recompute, blocks=blocks, group=_beside_pipe(world)) if recompute != NONE else None
+    chosen = recompute_blocks(model, recompute, blocks=blocks, group=beside_pipe(world)) if recompute != NONE else None
     if offload:
         offload_blocks(model, blocks=blocks)
     if compiled:
         compile_blocks(model, blocks=blocks)
     return chosen
-
-
-def _beside_pipe(world: World) -> Group:
-    """The ranks that hold parts of the same pipeline stage."""
-    return world.group(*(axis for axis in world.mesh.sizes() if axis != "pipe"))
 
 
 def _in_float8(model: nn.Module, world: World, precision: Precision) -> Float8Layers:
@@ -219,4 +213,4 @@ def _bring_to_device(model: nn.Module, group: World, precision: Precision, initi
 def _stand_in(model: nn.Module, world: World, initial: InitialValues, split: ModelSplit | None) -> FirstValues:
     """Replace parameters on the meta device by stand-ins without memory. Returns what will give them values."""
     put_stand_ins(model, world.device)
-    return FirstValues(initial, _beside_pipe(world), split=split)
+    return FirstValues(initial, beside_pipe(world), split=split)

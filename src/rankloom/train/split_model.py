@@ -15,6 +15,7 @@ from rankloom.parallel.context import KEYED_DROPOUT, RING, TellPositions, contex
 from rankloom.parallel.expert import expert_parallel
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.tensor.apply import tensor_parallel
+from rankloom.world.group import Group
 from rankloom.world.world import World
 
 DATA_AXES = ("replicate", "shard")
@@ -26,6 +27,11 @@ PART_AXES = ("pipe", "shard", "tensor", "expert")   # ranks along these hold dif
 def is_split(world: World) -> bool:
     """Whether the mesh has ranks along any axis but the data axes."""
     return any(n > 1 for axis, n in world.mesh.sizes().items() if axis not in DATA_AXES)
+
+
+def beside_pipe(world: World) -> Group:
+    """The ranks that hold parts of the same pipeline stage."""
+    return world.group(*(axis for axis in world.mesh.sizes() if axis != "pipe"))
 
 
 def split_model(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, context: str = RING,
