@@ -21,4 +21,4 @@ EXTENSIONS = [
     extension("rankloom.world.transport._shared", "src/rankloom/world/transport/_shared.c", "-pthread"),
 ]
 
-setup(ext_modules=EXTENSIONS)
+setup(ext_modules=EXTENSIONS, options={"bdist_wheel": {"py_limited_api": "cp311"}})

@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import Words, count, counts, keep, machine, median_ms, median_ratio, next_token, pin_to_core, run_ranks, show, take_turns
@@ -20,7 +21,7 @@ from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 
 
-def make_step(world: rl.World, size: str, rows: int, **settings: object) -> Callable[[], object]:
+def make_step(world: rl.World, size: str, rows: int, **settings: Any) -> Callable[[], object]:
     """A step of an engine of its own on this rank's share of `rows` rows of 128 tokens."""
     engine = rl.prepare(GPT(preset(size, vocab_size=8192, seq_len=128), seed=0), loss=language_model_loss, world=world, clip=1.0,
                         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True), **settings)

@@ -18,6 +18,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import Words, count, keep, machine, next_token, show, synchronize, the_device, try_ranks
@@ -67,8 +68,8 @@ def worker(args: argparse.Namespace) -> None:
     """One rank of one run: its losses, and the seconds of each step."""
     run = RUNS[args.only]
     config, rows = shape(run.model, args.small)
-    world = rl.init(run.mesh, device=the_device().type, **({"backend": "rankloom"} if run.mesh.size > 1 else {}))
-    pipe = {"pipe": "1f1b", "accumulate": 2} if run.mesh.pipe > 1 else {}
+    world = rl.init(run.mesh, device=the_device().type, backend="rankloom" if run.mesh.size > 1 else "auto")
+    pipe: dict[str, Any] = {"pipe": "1f1b", "accumulate": 2} if run.mesh.pipe > 1 else {}
     engine = rl.prepare(GPT(config), loss=language_model_loss, world=world, stage=run.stage, precision=run.precision, clip=1.0, **pipe,
                         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), fused=True))
     corpus, draw = text(1 << 20), torch.Generator().manual_seed(0)

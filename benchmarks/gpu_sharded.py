@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,7 +91,7 @@ def ours(variant: Variant, config: GPTConfig, world: rl.World, compiled: bool) -
     model = GPT(config, device="meta" if variant.offload else world.device)
     if compiled:
         model.loss_kernel = torch.compile(loss_and_gradient)
-    memory = {"offload": True, "initialize": initial_values(model, 0)} if variant.offload else {}
+    memory: dict[str, Any] = {"offload": True, "initialize": initial_values(model, 0)} if variant.offload else {}
     engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=variant.stage, clip=1.0, precision="bf16",
                         compile=compiled, recompute=variant.recompute, **memory)
     return lambda batch: engine.step(batch).loss

@@ -13,6 +13,7 @@ The second counts what autograd saves of a block, beside the formula for it. The
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def stage_rows(ranks: int, precision: str, config: GPTConfig) -> Iterator[dict]:
     """One row per stage."""
     n = Size.of(config)
     for stage in range(4):
-        most = rl.simulate(rl.Mesh(shard=ranks), lambda world, stage=stage: largest_held(world, stage, precision, config))[0]
+        most = rl.simulate(rl.Mesh(shard=ranks), partial(largest_held, stage=stage, precision=precision, config=config))[0]
         formula = held(stage, n, ranks, precision)
         expected = {kind: getattr(formula, kind) for kind in (*KINDS, "total")} | {"sent": sent(stage, n, ranks, precision)}
         yield {"precision": precision, "ranks": ranks, "stage": stage} | {

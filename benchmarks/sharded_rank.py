@@ -54,8 +54,7 @@ class Torch:
         under_autocast = kind != "FSDP2" or asked["option"] == "autocast"
         if kind == "engine":
             engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=self.worlds[backend], stage=asked["stage"],
-                                precision=asked["precision"], clip=CLIP,
-                                **({"reshard_after_forward": False} if asked["option"] == "keep" else {}))
+                                precision=asked["precision"], clip=CLIP, reshard_after_forward=asked["option"] != "keep")
             return lambda: engine.step(batch).loss
         if kind == "own loop" and backend:
             return own_loop(model, self.worlds[backend], batch, is_bf16)

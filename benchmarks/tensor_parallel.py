@@ -16,6 +16,7 @@ import statistics
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def make_step(name: str, args: argparse.Namespace, world: rl.World) -> Step:
     return step
 
 
-def with_torch(model: rl.GPT, by_tokens: bool, tokens: torch.Tensor, targets: torch.Tensor, world: rl.World) -> Step:
+def with_torch(model: Any, by_tokens: bool, tokens: torch.Tensor, targets: torch.Tensor, world: rl.World) -> Step:
     """The same with torch's own classes, as its tutorial has it."""
     mesh = init_device_mesh("cpu", (world.size,))
     stream = Shard(1) if by_tokens else Replicate()

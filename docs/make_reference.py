@@ -1,9 +1,10 @@
-"""Write what the documents repeat of the source: docs/reference.md, and the table of files in docs/start.md.
+"""Write what is repeated of the source: docs/reference.md, the table of files in docs/start.md, and src/rankloom/__init__.pyi.
 
     python docs/make_reference.py
 
 reference.md has every key of a config file, and every public name with its docstring. The table has the first sentence of every file.
-tests/test_docs.py compares both with what this makes.
+The stub tells editors and type checkers where the public names come from, which are loaded only when they are used.
+tests/test_docs.py compares all three with what this makes.
 """
 
 import ast
@@ -29,6 +30,7 @@ PAGE, START = DOCS / "reference.md", DOCS / "start.md"
 SOURCE = DOCS.parent / "src" / "rankloom"
 FLOORS = ("base", "world", "world/transport", "comm", "shard", "parallel", "parallel/tensor", "parallel/pipeline", "checkpoint",
           "models", "data", "train", "watch", ".")
+STUB = SOURCE / "__init__.pyi"
 BEGIN, END = "<!-- files -->\n", "<!-- end of files -->"
 HEAD = """# Reference
 
@@ -249,6 +251,18 @@ def with_table_of_files(start: str) -> str:
     return head + BEGIN + table_of_files() + END + rest.partition(END)[2]
 
 
+# ---------------------------------------------------------------------- types
+
+
+def stub() -> str:
+    """The public names as plain imports."""
+    lines = ['"""Made by docs/make_reference.py from the list in __init__.py, for editors and type checkers."""\n']
+    homes = sorted((module, name.lower(), name) for name, module in rl._HOME.items())
+    lines += [f"from rankloom.{module} import {name} as {name}" for module, _, name in homes]
+    return "\n".join([*lines, "\n__version__: str\n"])
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     START.write_text(with_table_of_files(START.read_text(encoding="utf-8")), encoding="utf-8")
+    STUB.write_text(stub(), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import tomllib
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,13 +21,19 @@ PAGES = sorted((ROOT / "docs").glob("*.md")) + [ROOT / "README.md", ROOT / "benc
 
 
 @pytest.mark.gloo   # the default of `rl.simulate` as users have it
-def test_the_reference_and_the_table_of_files_are_those_of_the_source(monkeypatch):
+def test_the_reference_the_table_of_files_and_the_stub_are_those_of_the_source(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     make_reference = import_module("make_reference")
     assert make_reference.page() == (ROOT / "docs" / "reference.md").read_text(), "run `python docs/make_reference.py`"
     assert make_reference.with_table_of_files(START) == START, "run `python docs/make_reference.py`"
+    assert make_reference.stub() == make_reference.STUB.read_text(), "run `python docs/make_reference.py`"
     files = {str(file.relative_to(make_reference.SOURCE)) for file in make_reference.SOURCE.rglob("*.py") if not file.name.startswith("__")}
     assert files <= set(re.findall(r"\[([\w/]+\.py)\]\(\.\./src/rankloom/", START)), "FLOORS in docs/make_reference.py lacks a folder"
+
+
+def test_an_installed_package_tells_type_checkers_that_it_has_types():
+    carried = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["rankloom"]
+    assert sorted(carried) == ["__init__.pyi", "py.typed"] and all((ROOT / "src" / "rankloom" / name).exists() for name in carried)
 
 
 def test_the_reference_has_the_arguments_types_and_defaults_of_functions_and_methods():
