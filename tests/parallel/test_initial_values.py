@@ -189,6 +189,49 @@ def test_no_more_than_one_unit_is_whole_while_a_model_is_built(monkeypatch):
     assert max(most) <= max(sizes.values()) < sum(sizes.values()) / 2
 
 
+class Chosen(nn.Module):
+    """Frozen parameters that are integers and truth values, and a complex one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.zeros(WIDTH, dtype=torch.int64), requires_grad=False)
+        self.kept = nn.Parameter(torch.zeros(WIDTH, dtype=torch.bool), requires_grad=False)
+        self.turn = nn.Parameter(torch.ones(WIDTH, dtype=torch.complex64))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.order.copy_(torch.arange(WIDTH).flip(0))
+            self.kept.fill_(True)
+            self.turn.fill_(0.5 + 0.5j)
+
+    def forward(self, x):
+        return (x[:, self.order] * self.kept * self.turn).abs()
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_may_be_integers_truth_values_and_complex(stage, given):
+    whole = Chosen()
+    whole.reset_parameters()
+
+    def fill(name, tensor):
+        tensor.copy_(whole.get_parameter(name).detach())
+
+    def body(world):
+        return values(engine_of(on_meta(Chosen), world, stage, initialize=fill if given else None))
+
+    for state in rl.simulate(2, body):
+        assert all(torch.equal(state[name], param) and state[name].dtype == param.dtype for name, param in whole.named_parameters())
+
+
+def test_a_complex_parameter_that_the_function_does_not_write_is_named():
+    def body(world):
+        engine_of(on_meta(Chosen), world, 3, initialize=lambda name, tensor: tensor.fill_(1) if name != "turn" else None)
+
+    with pytest.raises(ConfigError, match="gave 1 tensors no values, or not all: turn"):
+        rl.simulate(2, body)
+
+
 def test_a_module_that_cannot_fill_itself_is_named():
     with pytest.raises(ConfigError, match=r"gain is on the meta device, and its module Bare has no reset_parameters\(\)"):
         rl.simulate(2, lambda world: engine_of(on_meta(Bare), world, 3))

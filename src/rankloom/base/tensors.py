@@ -24,6 +24,11 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def has_nan(dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype may be NaN; integers and truth values may not."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def keep_until_read(x: Tensor) -> None:
     """Call before dropping the last reference to `x` while the current CUDA stream may still have to read it.
 

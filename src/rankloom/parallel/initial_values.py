@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.names import full_name
 from rankloom.base.rng import stream
-from rankloom.base.tensors import digest
+from rankloom.base.tensors import digest, has_nan
 from rankloom.parallel.equal_start import named_state
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.shard.optimizer import stand_in
@@ -74,13 +74,13 @@ class InitialValues:
         return "\n".join((*self.problems, *missing)) or None
 
     def _call(self, initialize: Fill, name: str, whole: Tensor) -> None:
-        whole.fill_(math.nan if whole.is_floating_point() else 0)   # to detect elements that are not written
+        whole.fill_(math.nan if has_nan(whole.dtype) else 0)   # to detect elements that are not written
         given = whole.detach()   # another tensor object: if the user resizes it, `whole` keeps its shape
         initialize(name, given)
         if (given.shape, given.dtype, given.data_ptr()) != (whole.shape, whole.dtype, whole.data_ptr()):
             self.problems.append(f"`initialize` made {name} another tensor, of shape {tuple(given.shape)} and {given.dtype}; it must write "
                                  f"into the one that it is given, of shape {tuple(whole.shape)} and {whole.dtype}")
-        elif whole.is_floating_point() and whole.sum().isnan():
+        elif has_nan(whole.dtype) and whole.sum().isnan():
             self._unfilled.append(name)
 
 
@@ -147,7 +147,7 @@ def _reset(module: nn.Module, key: str, like: Tensor, seed: int) -> Tensor:
             if tensor is not None:
                 dtype = like.dtype if tensor.is_floating_point() and like.is_floating_point() else tensor.dtype
                 fresh = torch.zeros(tensor.shape, dtype=dtype, device="cpu")
-                held[name] = nn.Parameter(fresh) if held is twin._parameters else fresh   # type: ignore[assignment]
+                held[name] = nn.Parameter(fresh, tensor.requires_grad) if held is twin._parameters else fresh   # type: ignore[assignment]
     with _drawing, torch.random.fork_rng(devices=[]), torch.device("cpu"):   # what it draws elsewhere would have another seed
         torch.default_generator.manual_seed(seed % (1 << 63))   # not `torch.manual_seed`, which seeds all GPUs too
         twin.reset_parameters()   # type: ignore[operator]

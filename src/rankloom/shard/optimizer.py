@@ -28,6 +28,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import copy_user_attributes
+from rankloom.base.tensors import has_nan
 
 Build = Callable[[list[nn.Parameter]], Any]
 
@@ -170,12 +171,13 @@ def expect_no_scheduler(optimizer: Optimizer, rank: int) -> None:
 
 
 def stand_in(plain: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> nn.Parameter:
-    """A parameter like `plain` in shape, `requires_grad` and the user's attributes, without memory: a single NaN, expanded.
+    """A parameter like `plain` in shape, `requires_grad` and the user's attributes, without memory: one NaN (an integer is 0), expanded.
 
     dtype, device: those of the owner, where they are not `plain`'s
     """
     # NaN, not 0: an optimizer that computes with the values when it is built should show it.
-    one = torch.full((), math.nan, dtype=dtype or plain.dtype, device=device or plain.device)
+    kept = dtype or plain.dtype
+    one = torch.full((), math.nan if has_nan(kept) else 0, dtype=kept, device=device or plain.device)
     made = nn.Parameter(one.expand(plain.shape), requires_grad=plain.requires_grad)
     copy_user_attributes(made, plain)
     return made
