@@ -208,6 +208,38 @@ def test_models_of_another_make_are_refused_on_all_ranks_with_what_differs(p, di
     assert rl.simulate(p, body) == [True] * p
 
 
+@pytest.mark.parametrize("option", [
+    {"units": nn.Linear}, {"units": lambda module: True}, {"compute": torch.bfloat16}, {"reduce": torch.float64}, {"compress": "int8"},
+    {"reshard_after_forward": False}, {"ahead": 2}], ids=lambda option: next(iter(option)))
+@pytest.mark.parametrize("other", [1, 2])
+def test_fully_shard_with_another_option_on_one_rank_is_an_error_on_all_ranks_and_replicas(other, option):
+    def body(world):
+        mine = option if world.rank == other else {}
+        with pytest.raises(rl.ConfigError, match=f"another way to shard than rank .*: {next(iter(option))} is .*; give all ranks the same"):
+            rl.fully_shard(make(), world.group("shard"), replicas=world.group("replicate"), **mine)
+        return True
+
+    assert rl.simulate(rl.Mesh(replicate=2, shard=2), body) == [True] * 4
+
+
+def test_functions_that_choose_the_same_units_are_the_same_option():
+    def body(world):
+        return [name for name, _ in rl.fully_shard(make(), world, units=lambda name, module: name == "0").named_parameters()]
+
+    assert rl.simulate(2, body) == [["0.weight", "0.bias", "1.weight", "1.bias"]] * 2
+
+
+@pytest.mark.parametrize("option", [{"all_reduce": "ring"}, {"compress": "int8"}, {"bucket_bytes": 8}], ids=lambda option: min(option))
+def test_data_parallel_with_another_option_on_one_rank_is_an_error_on_all_ranks(option):
+    def body(world):
+        mine = option if world.rank == 1 else {}
+        with pytest.raises(rl.ConfigError, match=f"rank 1 was given another way to reduce gradients than rank 0: {next(iter(option))} is "):
+            rl.data_parallel(make(), world, **mine)
+        return True
+
+    assert rl.simulate(3, body) == [True] * 3
+
+
 @pytest.mark.parametrize("wrap", [
     lambda model, world: rl.fully_shard(model, world),
     *(lambda model, world, stage=stage: rl.prepare(model, loss=lambda m, x: (m(x).sum(), len(x)), optimizer=torch.optim.SGD, world=world,

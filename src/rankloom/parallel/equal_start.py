@@ -12,6 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.alike import first_difference
 from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import keeps, waiting_for
@@ -59,6 +60,26 @@ def expect_unchanged(model: nn.Module) -> None:
             raise ConfigError(f"{name} is a parameter of another model too, which data_parallel or prepare has taken before: the gradient "
                               "would be summed twice. Models that share parameters train as one: put them in an "
                               "`nn.ModuleDict`, and wrap or prepare that")
+
+
+def expect_same_options(group: Group, replicas: Group, what: str, mine: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless all ranks were given the same options: with others they would wait for each other. A collective.
+
+    mine:   this rank's options, by name
+    raises: on all ranks of `group`, and on all that hold the same in other groups, its `replicas`
+    """
+    replicas.agree(how_values_differ(group, what, mine), label=f"the same {what}")
+    if problem := how_values_differ(replicas, what, mine):
+        raise ConfigError(problem)
+
+
+def how_values_differ(group: Group, what: str, mine: Mapping[str, Any]) -> str | None:
+    """Where a rank has other values than the first of the group, or None: the same on all ranks of the group.
+
+    sent: the values as text, once to every rank
+    """
+    everyone = group.all_gather_object({name: repr(value) for name, value in mine.items()}, label=f"the same {what}")
+    return first_difference(what, everyone, group.ranks)
 
 
 def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:

@@ -26,7 +26,7 @@ from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
 from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import BufferKeeper
-from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
+from rankloom.parallel.equal_start import expect_model_and_group, expect_same_options, make_replicas_equal
 from rankloom.parallel.guards import guard_owners
 from rankloom.parallel.initial_values import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.known_parameters import KnownParameters
@@ -35,7 +35,7 @@ from rankloom.parallel.reduction_order import Reducing
 from rankloom.parallel.sharding import Moment, Sharding
 from rankloom.parallel.state_dict import expect_own_parameters, full_values, load_values
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
-from rankloom.parallel.wrapping import AUTO, Policy, has_parameters
+from rankloom.parallel.wrapping import AUTO, Policy, comparable, has_parameters
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
 from rankloom.shard.norm import clip_to_norm
 from rankloom.shard.unit import Fill, Formats
@@ -221,7 +221,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     fill:           gives parameters on the meta device their values: fill(name, tensor), in place
     sent:           3n(p-1)/p elements per rank and step, 2n(p-1)/p with reshard_after_forward=False; where ranks share memory (backend
                     "rankloom", CPU, one host), n(p-1)/p, for gradients only
-    raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError
+    raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError, on all ranks when their options differ
     """
     expect_model_and_group(model, group)
     expect_no_sync_batch_norm(model, group.size * (replicas.size if replicas else 1))
@@ -238,6 +238,9 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     expect_counts(ahead=ahead)
     if (fill is None) == any(param.is_meta for param in model.parameters()):
         raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
+    expect_same_options(group, alone, "way to shard", {
+        "units": comparable(units), "compute": compute, "reduce": reduce, "compress": compress, "compress_after": compress_after,
+        "reshard_after_forward": reshard_after_forward, "ahead": ahead})
     first = None
     if fill is None:
         for ranks in (group, alone):

@@ -26,6 +26,11 @@ CALLS_AS_NEEDED = nn.AdaptiveLogSoftmaxWithLoss   # calls what is in its list on
 _WITHOUT_TENSORS = nn.Module | type | str | bytes | int | float | complex | torch.dtype | torch.device | FunctionType | ModuleType | None
 
 
+def comparable(policy: Policy) -> Any:
+    """The policy, as ranks can compare it: functions of several ranks are different objects, even if they do the same."""
+    return policy if isinstance(policy, str | int | type | tuple) else "a function"
+
+
 def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
     """Full names of the modules that are sections, the root ("") first, then in the order of the model.
 

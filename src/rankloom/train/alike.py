@@ -11,8 +11,8 @@ from zlib import crc32
 
 from torch import Tensor, nn
 
-from rankloom.base.alike import first_difference
 from rankloom.base.errors import ConfigError
+from rankloom.parallel.equal_start import how_values_differ
 from rankloom.shard.optimizer import Optimizer
 from rankloom.world.group import Group
 
@@ -25,18 +25,13 @@ def expect_alike(group: Group, what: str, mine: Mapping[str, Any], advice: str =
     advice: appended to the message
     sent:   the values as text, once to every rank
     """
-    if problem := _difference(group, what, mine):
+    if problem := how_values_differ(group, what, mine):
         raise ConfigError(problem + advice)
 
 
 def expect_alike_in(part: Group, world: Group, what: str, mine: Mapping[str, Any]) -> None:
     """As `expect_alike` among the ranks of each part of the world; the error is raised on all ranks of the world."""
-    world.agree(_difference(part, what, mine), label=f"the same {what}")
-
-
-def _difference(group: Group, what: str, mine: Mapping[str, Any]) -> str | None:
-    everyone = group.all_gather_object({name: repr(value) for name, value in mine.items()}, label=f"the same {what}")
-    return first_difference(what, everyone, group.ranks)
+    world.agree(how_values_differ(part, what, mine), label=f"the same {what}")
 
 
 def code_of(model: nn.Module) -> dict[str, str]:

@@ -21,7 +21,7 @@ from rankloom.parallel.context import RING, expect_kind
 from rankloom.parallel.equal_start import expect_unchanged
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.tensor.apply import expect_plan
-from rankloom.parallel.wrapping import Policy, section_names
+from rankloom.parallel.wrapping import Policy, comparable, section_names
 from rankloom.parallel.zero import STAGES, expect_counts
 from rankloom.train.alike import expect_alike, expect_alike_in
 from rankloom.train.batch_size import LOGICAL_SHARDS
@@ -160,9 +160,8 @@ def check_alike(world: World, settings: Settings, stage: int, asked: Mapping[str
     raises: ConfigError, on all ranks
     """
     mine = {"stage": int(stage), "clip": settings.clip and float(settings.clip), "precision": settings.precision,
-            "deterministic": settings.logical_shards, **asked, "pipe": without_functions(asked["pipe"])}
-    if not isinstance(asked["units"], str | int | type | tuple):
-        mine["units"] = "a function"
+            "deterministic": settings.logical_shards, **asked, "pipe": without_functions(asked["pipe"]),
+            "units": comparable(asked["units"])}
     if isinstance(asked["tensor_plan"], Mapping):
         mine["tensor_plan"] = dict(asked["tensor_plan"])
     if stage > 1 or is_split(world):   # each micro-batch has collectives of its own
