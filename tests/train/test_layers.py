@@ -577,6 +577,27 @@ def test_a_loss_that_calls_the_model_otherwise_than_the_stages_were_called_is_re
         rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, loss=loss).step(batches()[0]))
 
 
+@pytest.mark.parametrize(("name", "refused"), [("weights", False), ("shifts", True)])
+def test_a_loss_must_name_a_tensor_as_the_parameter_that_the_stages_give_it_to(name, refused):
+    """Stages call the model with the first part by position. As another parameter, one process would compute another loss."""
+    loss = lambda model, batch: loss_of_a_dict(lambda given: model(given[0], **{name: given[1]}), batch)
+    tokens, targets = batches()[0]
+    batch = (tokens, 1.0 + 0.1 * tokens.double()), targets
+
+    def body(world):
+        pipe = {"pipe": rl.Pipe(example=batch)} if world.mesh.pipe > 1 else {}
+        return prepare(world, Weighed(), loss=loss, **pipe).step(batch).loss
+
+    with pytest.raises(rl.LossError, match="as `shifts`, but a pipeline.*it was `weights`") if refused else nullcontext():
+        found = rl.simulate(rl.Mesh(pipe=2), body)
+        assert found == pytest.approx(2 * rl.simulate(1, body), rel=BOUND)
+
+
+def test_a_model_that_lacks_an_argument_when_it_is_tried_is_told_of_the_example():
+    with pytest.raises(rl.ConfigError, match=r"missing 1 required positional argument: 'weights'; give .*pipe=rl.Pipe\(example=...\), or"):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, Weighed()))
+
+
 def test_a_loss_cannot_look_into_a_model_that_is_nowhere():
     for name in ("out", "training", "parameters", "config", "smoothing"):
         with pytest.raises(AttributeError, match=f"asks the model for '{name}', but no rank of a pipeline has the model"):

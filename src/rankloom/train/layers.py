@@ -26,7 +26,7 @@ from rankloom.base.names import full_name, is_inside
 from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.tensor.layers import with_first
 from rankloom.parallel.wrapping import has_parameters, tensors_in
-from rankloom.train.trial import ADVICE, Followed, expect_same_between_layers, try_call, zero_buffers
+from rankloom.train.trial import ADVICE, ADVICE_WITH_EXAMPLE, Followed, expect_same_between_layers, try_call, zero_buffers
 
 Inputs = Callable[[], Any]
 
@@ -123,8 +123,8 @@ def _trial_tokens(model: nn.Module) -> Tensor:
     """Tokens [1, T], T twice the number of heads: where a plan cuts tokens, any ranks that divide the heads divide them too."""
     tables = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     if not tables:
-        raise ConfigError(f"{type(model).__name__} has no nn.Embedding, so it is not called with tokens: give a micro-batch to try it "
-                          f"with, pipe=rl.Pipe(example=...), or {ADVICE}")
+        raise ConfigError(f"{type(model).__name__} has no nn.Embedding, so it is not called with tokens: "
+                          f"{ADVICE_WITH_EXAMPLE}")
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or 8
     return torch.arange(2 * heads, device=next(model.parameters()).device)[None] % min(tables)
 

@@ -4,6 +4,7 @@ A loss for one process, `loss(model, micro-batch)`, runs unchanged on the last s
 returns the output of the last piece; for our GPT, whose last piece ends before the output matrix, what follows from it.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,8 @@ class Pipe:
         def loss_of(model: Any) -> Loss:
             if pipe.loss is not None:
                 return partial(_in_format, partial(_of_targets, pipe.loss(model)), precision)
-            stand_in = partial(_GPTStandIn, gpt_answer(model), precision) if pieces is gpt_pieces else _ModelStandIn
+            names = _positional(model) if pieces is layer_pieces else []
+            stand_in = partial(_GPTStandIn, gpt_answer(model), precision) if pieces is gpt_pieces else partial(_ModelStandIn, names)
             return partial(_in_format, partial(_run_whole_loss, loss, partial(stand_in, getattr(model, "config", None))), precision)
 
         example = pipe.example
@@ -92,6 +94,12 @@ def _pieces_of_a(model: nn.Module) -> Callable[..., Sequence[Piece]]:
     if isinstance(model, GPT) and type(model).forward is GPT.forward and type(model).hidden is GPT.hidden:
         return gpt_pieces
     return sequential_pieces if type(model).forward is nn.Sequential.forward else layer_pieces
+
+
+def _positional(model: nn.Module) -> list[str]:
+    """What `model(a, b)` calls `a` and `b`."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, parameter in inspect.signature(model.forward).parameters.items() if parameter.kind in kinds]
 
 
 def without_functions(asked: Pipe | str | None) -> Any:
@@ -140,22 +148,29 @@ class _ModelStandIn:
     """Stands in for the model in a loss of one process: its call returns the output of the last piece for this micro-batch.
 
     Of the model's attributes it has only `config`, the same object; a copied number would stay as it was when the model was cut.
+    names: of the model's positional parameters, where stages call the model with the first part of the micro-batch
     """
 
-    def __init__(self, config: Any, inputs: Any, output: Any):
+    def __init__(self, names: Sequence[str], config: Any, inputs: Any, output: Any):
+        self.names = names
         if config is not None:
             self.config = config
         self.expected = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
         self.output, self.calls = output, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns that output. raises: LossError unless called with the very tensors that the first stage got, by any names"""
+        """Returns that output. raises: LossError unless called with the very tensors that the first stage got, as the same parameters"""
         asked = [*args, *kwargs.values()]
         if len(asked) != len(self.expected) or any(a is not b for a, b in zip(asked, self.expected)):
             names = ", ".join([type(value).__name__ for value in args] + [f"{name}=" for name in kwargs])
             raise LossError(f"the loss calls the model with ({names}), but a pipeline has called it with the first part of the micro-batch "
                             f"({len(self.expected)} tensors) and nothing else. Call it with just these, and compute the loss from what it "
                             "returns; what else the model needs belongs in that part")
+        for name, position in zip(kwargs, self.names[len(args):]):
+            if name != position:   # the stages have computed with it as that parameter
+                raise LossError(f"the loss gives the model a tensor as `{name}`, but a pipeline calls it with the first part of the "
+                                f"micro-batch by position, so it was `{position}`. Give the model a forward that takes these tensors in "
+                                "this order")
         self.calls += 1
         return self.output
 
@@ -171,7 +186,7 @@ class _GPTStandIn(_ModelStandIn):
     """
 
     def __init__(self, answer: Callable[..., Any], precision: Precision, *whose: Any):
-        super().__init__(*whose)
+        super().__init__([], *whose)
         self.answer, self.precision = answer, precision
 
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, **others: Any) -> Any:

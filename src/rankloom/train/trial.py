@@ -19,6 +19,7 @@ from rankloom.parallel.wrapping import tensors_in
 READS_NO_VALUES = re.compile(r"_like|^new_|^(empty|zeros|ones|full)")   # names of operations that look at shape and dtype only
 OVERWRITES = {"zero_.default", "fill_.Scalar"}   # operations that leave nothing of what was in a tensor
 ADVICE = "say where to cut with pipe=rl.Pipe(pieces=..., loss=...), functions of the model"
+ADVICE_WITH_EXAMPLE = f"give a micro-batch to try it with, pipe=rl.Pipe(example=...), or {ADVICE}"
 
 
 @contextmanager
@@ -40,8 +41,8 @@ def try_call(call: Callable[..., Any], value: Any, model: nn.Module, **options: 
     try:
         return call(*value, **options) if isinstance(value, tuple | list) else call(value, **options)
     except Exception as error:
-        raise ConfigError(f"{type(model).__name__} was tried with a few tokens, or an example, to cut it into its layers, and failed "
-                          f"with {type(error).__name__}: {error}; {ADVICE}") from error
+        raise ConfigError(f"{type(model).__name__} was tried with a few tokens, or an example, by position, to cut it into its layers, "
+                          f"and failed with {type(error).__name__}: {error}; {ADVICE_WITH_EXAMPLE}") from error
 
 
 class Followed(TorchDispatchMode):
