@@ -120,33 +120,38 @@ def test_the_example_of_ranks_in_one_process_says_what_it_gives(capsys):
     assert capsys.readouterr().out == "[([6.0, 6.0], 12), ([6.0, 6.0], 16), ([6.0, 6.0], 12), ([6.0, 6.0], 8)]\n"
 
 
-def test_the_contrastive_loss_of_the_documents_is_that_of_one_process():
+@pytest.mark.parametrize(("ranks", "stage"), [(3, 0), (3, 3), (rl.Mesh(shard=2, tensor=2), 3), (rl.Mesh(replicate=2, shard=2), 2)])
+def test_the_contrastive_loss_of_the_documents_is_that_of_one_process(ranks, stage):
     """To 1e-12 in fp64, at stages with and without whole parameters; its gradient goes to other ranks' rows too."""
     names: dict = {}
     exec(compile(re.findall(r"```python\n(.*?)```", START, re.DOTALL)[2], "docs/start.md", "exec"), names)
     rows = torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def body(world, stage=0):
-        engine = rl.prepare(Towers(), loss=names["contrast"](world), optimizer=partial(torch.optim.SGD, lr=0.1), world=world, stage=stage)
-        reports = [engine.step(tuple(rows.tensor_split(world.size, 1)[world.rank])) for _ in range(3)]
-        return [(report.loss, report.grad_norm) for report in reports]
+        plan = {"one.0": "colwise", "one.1": "rowwise"} if world.mesh.tensor > 1 else None
+        engine = rl.prepare(Towers(), loss=names["contrast"](world), optimizer=partial(torch.optim.SGD, lr=0.1), world=world, stage=stage,
+                            tensor_plan=plan)
+        mine = tuple(rows.tensor_split(engine.group.size, 1)[engine.group.rank])
+        return [(report.loss, report.grad_norm) for report in (engine.step(mine) for _ in range(3))]
 
     alone = rl.simulate(1, body)[0]
-    for stage in (0, 3):
-        for found in rl.simulate(3, partial(body, stage=stage)):
-            assert np.allclose(found, alone, rtol=1e-12, atol=0)
+    for found in rl.simulate(ranks, partial(body, stage=stage)):
+        assert np.allclose(found, alone, rtol=1e-12, atol=0)
 
 
 class Towers(torch.nn.Module):
-    """Two linear towers, the same in every process."""
+    """Two towers, the same in every process. Tensor ranks can cut the first."""
 
     def __init__(self):
         super().__init__()
+        self.one = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)).double()
+        self.other = torch.nn.Linear(4, 3, bias=False).double()
         draw = torch.Generator().manual_seed(1)
-        self.one, self.other = (torch.nn.Parameter(torch.randn(4, 3, generator=draw, dtype=torch.float64)) for _ in range(2))
+        for param in self.parameters():
+            torch.nn.init.normal_(param, generator=draw)
 
     def forward(self, x, y):
-        return x @ self.one, y @ self.other
+        return self.one(x), self.other(y)
 
 
 def test_the_names_that_the_documents_use_are_there():
