@@ -208,6 +208,14 @@ def test_a_mean_that_counts_one_however_many_rows_there_are_is_told_of():
         judge(lambda model, x: (model(x).square().sum(), len(x)))
         judge(lambda model, x: (next(model.parameters()).square().sum(), 1))   # of the weights alone
         judge(lambda model, x: (model(x).square().sum() / (1 + model(x).square().sum()), 1))   # another function of all rows
+        judge(lambda model, x: (1e4 + model(x).square().sum(), 1))   # rows beside a large constant
+
+
+def test_a_mean_that_counts_one_is_told_of_where_all_rows_lose_nearly_the_same():
+    """As those of a language model whose weights are still random."""
+    torch.manual_seed(0)   # the weights
+    with pytest.warns(UserWarning, match="rank 3: the loss function returns a mean and counts 1"):
+        judge(lambda model, x: ((100 + model(x)).mean(), 1))
 
 
 def test_a_mean_over_one_item_is_its_sum():

@@ -140,8 +140,9 @@ def _is_mean_of_one(whole: float, count: float, halves: Sequence[Sequence[float]
     """For a mean with a constant count, the whole is the mean of the halves, which differ unless it looks at no rows."""
     (one, some), (other, rest) = halves
     mean = (one * (rows - rows // 2) + other * (rows // 2)) / rows
-    near = SAME_IF_WITHIN * abs(whole)
-    return some == rest == count > 0 and abs(mean - whole) <= near / 10 and abs(one - other) > near
+    apart = abs(one - other)   # little where rows are many and the model knows nothing yet, as a language model at its beginning
+    near = min(apart, SAME_IF_WITHIN * abs(whole)) / 10   # tells the mean from one half, and from a sum beside a large constant
+    return some == rest == count > 0 and abs(mean - whole) <= near and apart > EQUAL_IF_WITHIN * abs(whole)
 
 
 def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank: int, together: bool) -> list[float]:
