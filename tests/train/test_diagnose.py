@@ -266,6 +266,13 @@ def test_a_loss_of_tensors_that_differ_in_length_is_not_looked_at_and_that_is_sa
         engine.step((torch.ones(4, 4), other))
 
 
+def test_a_loss_of_a_batch_that_has_no_tensors_is_not_looked_at_and_that_is_said():
+    engine = rl.prepare(nn.Linear(4, 2), loss=lambda model, batch: (model(torch.from_numpy(batch)).mean(), len(batch)),
+                        world=rl.init(device="cpu"), optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    with pytest.warns(UserWarning, match="a batch without tensors, or .* is one sample"):
+        engine.step(torch.ones(4, 4).numpy())
+
+
 class TwoHeads(nn.Module):
     """In training it returns two things, as GoogLeNet does, in evaluation one."""
 
@@ -581,4 +588,4 @@ def warnings_of_a_first_step(world: rl.World) -> list[tuple[str, str]]:
 def test_every_warning_of_a_first_step_names_the_line_that_called_it():
     first, _ = rl.spawn(2, warnings_of_a_first_step)
     assert first == [(words, __file__) for words in ("ranks [0, 1] brought the same ", "the loss or the model draws fr",
-                                                     "rank 0: the loss function retu", "the tensors of a batch are not")]
+                                                     "rank 0: the loss function retu", "a batch without tensors, or wi")]

@@ -46,9 +46,9 @@ def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, bat
     if not shards and held >= 0:
         expect_rows(held, pieces, group.ranks[rank])
     if held < 0 and world.rank == 0:
-        warnings.warn("the tensors of a batch are not equally long along dim 0, so it is one sample (a graph, packed tokens). Its "
-                      "loss is not tried in halves: make sure that it is a sum, and that it counts what it sums. Where samples are rows, "
-                      "give every tensor one row per sample", stacklevel=4)   # of `engine.step`
+        warnings.warn("a batch without tensors, or with tensors that are not equally long along dim 0, is one sample (a graph, packed "
+                      "tokens). Its loss is not tried in halves: make sure that it is a sum, and that it counts what it sums. Where "
+                      "samples are rows, give tensors, each with one row per sample", stacklevel=4)   # of `engine.step`
     if held < 1:   # on some rank
         return
     parts = with_halves(batch, min(held, max(2, held // (shards or pieces))), world.rank)
