@@ -1137,3 +1137,32 @@ def test_a_deterministic_evaluation_has_the_same_bits_however_its_batches_lie_on
         warnings.simplefilter("ignore")   # the models begin unequal; rank 0's values are used
         found = {loss for ranks in (1, 2, 3) for loss in rl.simulate(ranks, body)}
     assert found == {4.0 / 6.0} if deterministic else len(found) > 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_two_engines_whose_losses_call_each_others_model_train_as_in_one_process(stage):
+    """As a GAN does. The gradients that one half's loss leaves in the other are forgotten."""
+    made, told = Line(), Line()
+
+    def body(world):
+        halves: list[rl.Engine] = []
+        fake = lambda model, x: model(x)[:, None] * x
+        judged = lambda model, x: ((halves[1].model(fake(model, x)) - 1).square().sum(), len(x))
+        judging = lambda model, x: ((model(x) - 1).square().sum() + model(fake(halves[0].model, x).detach()).square().sum(), len(x))
+        halves += [prepare(world, copy.deepcopy(half), loss=loss, stage=stage) for half, loss in ((made, judged), (told, judging))]
+        return [halves[turn].step(rows(12, seed).tensor_split(world.size)[world.rank]).loss for seed in range(3) for turn in (1, 0)]
+
+    (alone,) = rl.simulate(1, body)
+    maker, judge = copy.deepcopy(made), copy.deepcopy(told)
+    makers, judges = sgd(maker.parameters()), sgd(judge.parameters())
+    for seed, losses in enumerate(zip(alone[::2], alone[1::2])):
+        x = rows(12, seed)
+        for optimizer, loss in zip((judges, makers), losses):
+            fakes = maker(x)[:, None] * x
+            one = ((judge(x) - 1).square() + judge(fakes.detach()).square() if optimizer is judges else (judge(fakes) - 1).square()).mean()
+            assert loss == pytest.approx(one.item(), rel=RTOL)
+            maker.zero_grad(), judge.zero_grad()
+            one.backward()
+            optimizer.step()
+    for found in rl.simulate(3, body):
+        assert found == pytest.approx(alone, rel=RTOL)
