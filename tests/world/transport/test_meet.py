@@ -154,6 +154,18 @@ def test_a_store_that_ends_with_its_rank_is_no_time_out():
             waiting.result()
 
 
+def test_rank_0_of_a_group_also_knows_at_once_that_the_store_has_ended():
+    """It looks again and again who has come; rank 0 of a group need not be the rank that serves the store."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    with ThreadPoolExecutor(1) as rank_0:
+        waiting = rank_0.submit(start_afresh, client, 0, 2, AT_ONCE)
+        time.sleep(0.2)
+        del server
+        with pytest.raises(RankLost, match="rank 0: the store in which ranks meet closed"):
+            waiting.result()
+
+
 def use_torchs_groups_twice(world):
     """At the top of the module, for processes: torch numbers its groups anew, and rank 0, which serves the memory, comes late."""
     store, sums = dist.PrefixStore("torch", world._store), []

@@ -120,7 +120,7 @@ def _lead(store: dist.Store, size: int, timeout: float) -> dist.Store:
 def _answer(store: dist.Store, name: str, missing: Sequence[int], answered: set[str]) -> None:
     """Tell the ranks that have written a word the name of the part. answered: the words that were answered; it grows"""
     words = [f"word/{rank}" for rank in missing]
-    for word in {word for key in {*words} - {*unset_keys(store, words)} if (word := read_key(store, key))} - answered:
+    for word in {store.get(key).decode() for key in {*words} - {*unset_keys(store, words)}} - answered:
         store.set(f"part/{word}", name)
         answered.add(word)
 
@@ -130,8 +130,7 @@ def _who_misses(part: dist.Store, missing: Sequence[int], size: int) -> tuple[li
     keys = {f"came/{rank}": rank for rank in missing}
     unset = unset_keys(part, [*keys])
     for key in {*keys} - {*unset}:
-        counts = read_key(part, key)
-        if counts not in (None, str(size)):
+        if (counts := part.get(key).decode()) != str(size):
             return [], (f"rank {keys[key]} was started as one of {counts} ranks, rank 0 as one of {size}: give all the same WORLD_SIZE "
                         "(torchrun: the same --nnodes and --nproc-per-node)")
     return [keys[key] for key in unset], ""
@@ -167,11 +166,13 @@ def ask_store(question: Callable[[], T], rank: int, timeout: float) -> T:
 
 
 def _silent(store: dist.Store, keys: dict[str, int]) -> list[int]:
-    """The ranks whose keys are not set; none if the store does not answer."""
+    """The ranks whose keys are not set: all if the store has ended, none if it does not answer."""
     try:
         return sorted({keys[key] for key in ask(lambda: unset_keys(store, [*keys]), 0)})
     except TimeoutError:
         return []
+    except RuntimeError:   # the store has ended, with its host
+        return sorted({*keys.values()})
 
 
 def _absent(rank: int, missing: Sequence[int], timeout: float) -> RankLost:
@@ -179,20 +180,12 @@ def _absent(rank: int, missing: Sequence[int], timeout: float) -> RankLost:
                     "are all ranks running, and are they given the same store?")
 
 
-def read_key(store: dist.Store, key: str) -> str | None:
-    """The value of a key, or None if it is not set, or the store has ended."""
-    try:
-        return store.get(key).decode() if store.check([key]) else None
-    except RuntimeError:   # the store has ended, with its host
-        return None
-
-
 def unset_keys(store: dist.Store, keys: Sequence[str]) -> list[str]:
-    """Those of the keys that are not set, in order; all if the store has ended. Asks about halves: few questions if few are missing."""
-    try:
-        if not keys or store.check([*keys]):
-            return []
-    except RuntimeError:   # the store has ended, with its host
-        return [*keys]
+    """Those of the keys that are not set, in order. Asks about halves: few questions if few are missing.
+
+    raises: RuntimeError if the store has ended: whoever took all keys for unset would wait for ranks that cannot come
+    """
+    if not keys or store.check([*keys]):
+        return []
     half = len(keys) // 2
     return unset_keys(store, keys[:half]) + unset_keys(store, keys[half:]) if half else [*keys]
