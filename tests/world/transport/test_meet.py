@@ -154,6 +154,20 @@ def test_a_store_that_ends_with_its_rank_is_no_time_out():
             waiting.result()
 
 
+def test_errors_of_a_group_number_its_ranks_as_the_world_does():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as ranks:
+        meeting = [ranks.submit(start_afresh, store, rank, 3, seconds, ranks=[4, 5, 7]) for rank, seconds in ((0, 2.0), (1, 0.5))]
+        for name, waiting in zip([4, 5], meeting):
+            with pytest.raises(RankLost, match=rf"rank {name}: rank\(s\) 7 did not join the group"):
+                waiting.result()
+    with pytest.raises(RankLost, match=r"rank 5: rank\(s\) 7 did not join the group"):
+        store.set("it/0", "")
+        hear_all(store, "it", 1, 3, 0.2, "", ranks=[4, 5, 7])
+    with pytest.raises(RankLost, match=r"rank 5: rank\(s\) 4 did not join the group"):
+        map_together(store, 1, 3, {"C": SimpleNamespace()}, 0.2, ranks=[4, 5, 7])
+
+
 def test_rank_0_of_a_group_also_knows_at_once_that_the_store_has_ended():
     """It looks again and again who has come; rank 0 of a group need not be the rank that serves the store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

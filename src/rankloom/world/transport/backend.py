@@ -78,6 +78,7 @@ def create(where: Any, options: Any) -> dist.ProcessGroup:
     build = import_module("rankloom.world.transport.process_group").build
     start_afresh = import_module("rankloom.world.transport.meet").start_afresh
     ranks, timeout = list(where.global_ranks_in_group) or range(where.group_size), where.timeout.total_seconds()
-    store = start_afresh(where.store, where.group_rank, where.group_size, timeout)   # after a restart torch numbers groups from 0 again
+    # After a restart torch numbers groups from 0 again.
+    store = start_afresh(where.store, where.group_rank, where.group_size, timeout, ranks=ranks)
     group = build(store, where.group_rank, where.group_size, timeout, ranks=ranks, name=where.group_id or "default")
     return with_router(group, timeout)

@@ -65,7 +65,7 @@ class Channel:
         if size > ROOM:
             raise ConfigError(f"rank {self.ranks[rank]}: {size} ranks share a host, expected {ROOM} at most in shared memory: use the "
                               'backend "gloo", or start fewer ranks on each host')
-        self._memory, kernel, cores = map_together(store, rank, size, KERNELS, timeout)
+        self._memory, kernel, cores = map_together(store, rank, size, KERNELS, timeout, ranks=ranks)
         crowded = size > cores
         self.link = KERNELS[kernel].Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
                                 SHARED_WINDOW if crowded else WINDOW)

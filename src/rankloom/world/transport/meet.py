@@ -55,63 +55,66 @@ def name_of(ranks: Sequence[int]) -> str:
     return hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
 
 
-def find_neighbours(store: dist.Store, rank: int, size: int, timeout: float, *, host: str | None = None) -> Neighbours:
-    """Tell the others where this rank is, and read where they are.
-
-    raises: RankLost naming the ranks that did not come within `timeout` seconds
-    """
-    return Neighbours(tuple(hear_all(store, "host", rank, size, timeout, host or this_host())), rank)
+def find_neighbours(store: dist.Store, rank: int, size: int, timeout: float, *, host: str | None = None,
+                    ranks: Sequence[int] | None = None) -> Neighbours:
+    """Tell the others where this rank is, and read where they are. Arguments and errors: see `hear_all`."""
+    return Neighbours(tuple(hear_all(store, "host", rank, size, timeout, host or this_host(), ranks=ranks)), rank)
 
 
-def hear_all(store: dist.Store, what: str, rank: int, size: int, timeout: float, mine: str) -> list[str]:
+def hear_all(store: dist.Store, what: str, rank: int, size: int, timeout: float, mine: str, *,
+             ranks: Sequence[int] | None = None) -> list[str]:
     """Tell the others `mine`. Returns what each of them tells, in rank order.
 
     Rank 0 collects it, and the others read that: if each waited for each, the store would hold p^2 waits.
+    ranks:  the numbers of the group's ranks in the world, for error messages
     price:  p texts to and from the store for each rank
     raises: RankLost naming the ranks that did not come within `timeout` seconds
     """
-    keys, everything = {f"{what}/{other}": other for other in range(size)}, f"{what}, of all"
-    ask_store(lambda: store.set(f"{what}/{rank}", mine), rank, timeout)
+    names = ranks or range(size)
+    me, keys, everything = names[rank], {f"{what}/{other}": names[other] for other in range(size)}, f"{what}, of all"
+    ask_store(lambda: store.set(f"{what}/{rank}", mine), me, timeout)
     if rank:
-        wait_for(store, keys, rank, timeout, until=everything)
-        return json.loads(ask_store(lambda: store.get(everything), rank, timeout))   # type: ignore[no-any-return]
-    wait_for(store, keys, rank, timeout)
-    told = [text.decode() for text in ask_store(lambda: store.multi_get([*keys]), rank, timeout)]
-    ask_store(lambda: store.set(everything, json.dumps(told)), rank, timeout)
+        wait_for(store, keys, me, timeout, until=everything)
+        return json.loads(ask_store(lambda: store.get(everything), me, timeout))   # type: ignore[no-any-return]
+    wait_for(store, keys, me, timeout)
+    told = [text.decode() for text in ask_store(lambda: store.multi_get([*keys]), me, timeout)]
+    ask_store(lambda: store.set(everything, json.dumps(told)), me, timeout)
     return told
 
 
-def start_afresh(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
+def start_afresh(store: dist.Store, rank: int, size: int, timeout: float, *, ranks: Sequence[int] | None = None) -> dist.Store:
     """A part of `store` for the ranks of this start only. The store may hold what others wrote, before a restart or for another group.
 
     Ranks cannot compare how often they were started: torchrun counts for each node alone. So each writes a new random word, and
     rank 0 answers every word that it finds with the name of the part, until all ranks have come there.
+    ranks:  the numbers of the group's ranks in the world, for error messages
     raises: RankLost naming the ranks that did not come within `timeout` seconds; ConfigError if one counts other ranks than rank 0
     """
+    names = ranks or range(size)
     if rank == 0:
-        return _lead(store, size, timeout)
-    word = secrets.token_hex(8)
-    ask_store(lambda: store.set(f"word/{rank}", word), rank, timeout)
-    wait_for(store, {f"part/{word}": 0}, rank, timeout)
-    part = dist.PrefixStore(ask_store(lambda: store.get(f"part/{word}"), rank, timeout).decode(), store)
-    ask_store(lambda: part.set(f"came/{rank}", str(size)), rank, timeout)
-    wait_for(part, {f"came/{other}": other for other in range(1, size)}, rank, timeout, until=ALL_CAME)
-    if problem := ask_store(lambda: part.get(ALL_CAME), rank, timeout).decode():
+        return _lead(store, names, timeout)
+    word, me = secrets.token_hex(8), names[rank]
+    ask_store(lambda: store.set(f"word/{rank}", word), me, timeout)
+    wait_for(store, {f"part/{word}": names[0]}, me, timeout)
+    part = dist.PrefixStore(ask_store(lambda: store.get(f"part/{word}"), me, timeout).decode(), store)
+    ask_store(lambda: part.set(f"came/{rank}", str(size)), me, timeout)
+    wait_for(part, {f"came/{other}": names[other] for other in range(1, size)}, me, timeout, until=ALL_CAME)
+    if problem := ask_store(lambda: part.get(ALL_CAME), me, timeout).decode():
         raise ConfigError(problem)
     return part
 
 
-def _lead(store: dist.Store, size: int, timeout: float) -> dist.Store:
+def _lead(store: dist.Store, names: Sequence[int], timeout: float) -> dist.Store:
     name, deadline = secrets.token_hex(8), time.monotonic() + timeout
-    part, answered, missing, problem = dist.PrefixStore(name, store), set[str](), list(range(1, size)), ""
+    part, answered, missing, problem = dist.PrefixStore(name, store), set[str](), list(range(1, len(names))), ""
     while missing and not problem:
         if time.monotonic() > deadline:
-            raise _absent(0, missing, timeout)
+            raise _absent(names[0], [names[rank] for rank in missing], timeout)
         # One look at a time: what is asked goes on in a thread if this rank is interrupted, and must not answer the next start's ranks.
-        ask_store(partial(_answer, store, name, missing, answered), 0, timeout)
-        missing, problem = ask_store(partial(_who_misses, part, missing, size), 0, timeout)
+        ask_store(partial(_answer, store, name, missing, answered), names[0], timeout)
+        missing, problem = ask_store(partial(_who_misses, part, missing, names), names[0], timeout)
         time.sleep(NAP)
-    ask_store(lambda: part.set(ALL_CAME, problem), 0, timeout)
+    ask_store(lambda: part.set(ALL_CAME, problem), names[0], timeout)
     if problem:
         raise ConfigError(problem)
     return part
@@ -125,14 +128,14 @@ def _answer(store: dist.Store, name: str, missing: Sequence[int], answered: set[
         answered.add(word)
 
 
-def _who_misses(part: dist.Store, missing: Sequence[int], size: int) -> tuple[list[int], str]:
-    """Those that have not come yet, and what is wrong if one that has come counts other ranks than `size`."""
-    keys = {f"came/{rank}": rank for rank in missing}
+def _who_misses(part: dist.Store, missing: Sequence[int], names: Sequence[int]) -> tuple[list[int], str]:
+    """Those that have not come yet, and what is wrong if one that has come counts other ranks than there are `names`."""
+    size, keys = len(names), {f"came/{rank}": rank for rank in missing}
     unset = unset_keys(part, [*keys])
     for key in {*keys} - {*unset}:
         if (counts := part.get(key).decode()) != str(size):
-            return [], (f"rank {keys[key]} was started as one of {counts} ranks, rank 0 as one of {size}: give all the same WORLD_SIZE "
-                        "(torchrun: the same --nnodes and --nproc-per-node)")
+            return [], (f"rank {names[keys[key]]} was started as one of {counts} ranks, rank {names[0]} as one of {size}: "
+                        "give all the same WORLD_SIZE (torchrun: the same --nnodes and --nproc-per-node)")
     return [keys[key] for key in unset], ""
 
 

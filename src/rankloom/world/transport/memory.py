@@ -76,20 +76,25 @@ class Mapping(mmap.mmap):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
 
-def map_together(store: dist.Store, rank: int, size: int, kernels: dict[str, Any], timeout: float) -> tuple[Mapping, str, int]:
+def map_together(store: dist.Store, rank: int, size: int, kernels: dict[str, Any], timeout: float, *,
+                 ranks: Sequence[int] | None = None) -> tuple[Mapping, str, int]:
     """Map the same new memory in all ranks. Rank 0 creates it, and chooses the kernel that all use: its first.
 
     kernels: the kernels of this process, by name
+    ranks:   the numbers of the group's ranks in the world, for error messages
     returns: the memory, the kernel, and how many different cores the ranks may use; each rank may be pinned to some
     raises:  ConfigError if this process lacks that kernel, MemoryError if memory is short; if either happens, RankLost on all others
     """
+    names = ranks or range(size)
+    me = names[rank]
     with contextlib.ExitStack() as files:   # needed until all have mapped them
         try:
-            mapping, kernel = _join(store, rank, size, kernels, timeout, files) if rank else _create(store, size, kernels, timeout, files)
+            mapping, kernel = _join(store, me, names, kernels, timeout, files) if rank else _create(store, names, kernels, timeout, files)
         except Exception as error:
             _tell_why(str(error), store, rank)
             raise
-        cores = _understood(hear_all(store, "mapped", rank, size, timeout, json.dumps(sorted(os.sched_getaffinity(0)))), rank)
+        mine = json.dumps(sorted(os.sched_getaffinity(0)))
+        cores = _understood(hear_all(store, "mapped", rank, size, timeout, mine, ranks=ranks), me, names)
     return mapping, kernel, len(set().union(*cores))
 
 
@@ -100,25 +105,26 @@ def _tell_why(problem: str, store: dist.Store, rank: int) -> None:
             ask_store(partial(store.set, key, json.dumps(problem)), rank, 0)
 
 
-def _create(store: dist.Store, size: int, kernels: dict[str, Any], timeout: float, files: contextlib.ExitStack) -> tuple[Mapping, str]:
+def _create(store: dist.Store, names: Sequence[int], kernels: dict[str, Any], timeout: float,
+            files: contextlib.ExitStack) -> tuple[Mapping, str]:
     kernel = next(iter(kernels))
-    nbytes = kernels[kernel].segment_size(size)
+    nbytes = kernels[kernel].segment_size(len(names))
     expect_memory(nbytes)
     descriptor = create_memory(nbytes)
     files.callback(os.close, descriptor)
     mapping = map_memory(descriptor, nbytes)
-    ask_store(lambda: store.set("memory/0", json.dumps([os.getpid(), descriptor, kernel])), 0, timeout)
+    ask_store(lambda: store.set("memory/0", json.dumps([os.getpid(), descriptor, kernel])), names[0], timeout)
     return mapping, kernel
 
 
-def _join(store: dist.Store, rank: int, size: int, kernels: dict[str, Any], timeout: float,
+def _join(store: dist.Store, me: int, names: Sequence[int], kernels: dict[str, Any], timeout: float,
           files: contextlib.ExitStack) -> tuple[Mapping, str]:
-    wait_for(store, {"memory/0": 0}, rank, timeout)
-    pid, number, kernel = _understood([ask_store(lambda: store.get("memory/0"), rank, timeout)], rank)[0]
+    wait_for(store, {"memory/0": names[0]}, me, timeout)
+    pid, number, kernel = _understood([ask_store(lambda: store.get("memory/0"), me, timeout)], me, names)[0]
     if kernel not in kernels:
-        raise ConfigError(f"rank {rank}: rank 0 uses the part of rankloom written in {kernel}, which this installation lacks; "
+        raise ConfigError(f"rank {me}: rank {names[0]} uses the part of rankloom written in {kernel}, which this installation lacks; "
                           "install both alike (a C compiler must be there)")
-    nbytes = kernels[kernel].segment_size(size)
+    nbytes = kernels[kernel].segment_size(len(names))
     descriptor = open_memory(pid, number, nbytes)
     files.callback(os.close, descriptor)
     return map_memory(descriptor, nbytes), kernel
@@ -132,10 +138,10 @@ def map_memory(descriptor: int, nbytes: int) -> Mapping:
         raise MemoryError(f"{nbytes:,} bytes of shared memory cannot be mapped: {error.strerror}") from error
 
 
-def _understood(told: Sequence[str | bytes], rank: int) -> list[Any]:
-    """What ranks 0, 1, ... have told, from JSON. raises: RankLost if one told why it cannot go on"""
+def _understood(told: Sequence[str | bytes], me: int, names: Sequence[int]) -> list[Any]:
+    """What the first ranks of a group have told, from JSON. raises: RankLost if one told why it cannot go on"""
     values = [*map(json.loads, told)]
-    for other, problem in enumerate(values):
+    for other, problem in zip(names, values):
         if isinstance(problem, str):
-            raise RankLost(f"rank {rank}: rank {other} could not share memory: {problem}")
+            raise RankLost(f"rank {me}: rank {other} could not share memory: {problem}")
     return values

@@ -386,7 +386,7 @@ def build(store: dist.Store, rank: int, size: int, timeout: float, *, name: str,
     host:   the host that this rank claims to be on; by default the real one
     raises: RankLost when the others do not come within `timeout` seconds
     """
-    neighbours = find_neighbours(store, rank, size, timeout, host=host)
+    neighbours = find_neighbours(store, rank, size, timeout, host=host, ranks=ranks)
     if len(neighbours.nodes) > 1:
         spread = HostsChannel(store, neighbours, timeout=timeout, ranks=ranks, name=name)
         return SharedMemoryGroup(store, rank, size, spread, HostsBuffers(spread))
