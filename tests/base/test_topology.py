@@ -16,6 +16,13 @@ def test_every_rank_is_on_one_node():
     assert UNEVEN.size == 5
 
 
+@pytest.mark.parametrize("ask", [UNEVEN.node_of, lambda rank: UNEVEN.among([0, rank])])
+@pytest.mark.parametrize("rank", [5, -1])
+def test_a_rank_that_is_on_no_node_is_refused_by_its_number(ask, rank):
+    with pytest.raises(ConfigError, match=f"there is no rank {rank} on 2 nodes of 2, 3 ranks: ranks are numbered from 0 to 4"):
+        ask(rank)
+
+
 def test_a_group_numbers_its_ranks_from_0():
     links = Links(adding_gbps=3.0)
     some = Topology(UNEVEN.nodes, links).among((1, 3, 4))

@@ -165,15 +165,18 @@ class Topology:
         return sum(map(len, self.nodes))
 
     def node_of(self, rank: int) -> int:
-        """The number of the node that `rank` is on."""
-        return next(number for number, node in enumerate(self.nodes) if rank in node)
+        """The number of the node that `rank` is on. raises: ConfigError"""
+        for number, node in enumerate(self.nodes):
+            if rank in node:
+                return number
+        raise ConfigError(f"there is no rank {rank!r} on {self}: ranks are numbered from 0 to {self.size - 1}")
 
     def is_even(self) -> bool:
         """Whether all nodes have equally many ranks."""
         return len({len(node) for node in self.nodes}) == 1
 
     def among(self, ranks: Sequence[int]) -> "Topology":
-        """The topology of a group of `ranks`, each numbered by its place in it."""
+        """The topology of a group of `ranks`, each numbered by its place in it. raises: ConfigError"""
         return self if tuple(ranks) == tuple(range(self.size)) else Topology.of_names([self.node_of(rank) for rank in ranks], self.links)
 
     def as_table(self) -> dict[str, Any]:
