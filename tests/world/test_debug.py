@@ -195,6 +195,17 @@ def test_a_message_that_never_comes_times_out_and_tells_where_everybody_is():
     assert type(error) is rl.CollectiveTimeout and "activations" in str(error) and "rank 1: call 1" in str(error)
 
 
+@both_backends
+def test_where_messages_do_not_meet_the_time_out_names_those_that_each_rank_waits_for(backend):
+    def body(world):
+        world.send(torch.zeros(3), 1, tag=5) if world.rank == 0 else world.recv(torch.zeros(3), 0, tag=6)
+
+    said = [str(error) for error in errors_of(2, body, timeout=2.0, backend=backend) if error]
+    assert said and "made no call" not in said[0]
+    assert "\n  rank 1: message number 1 from rank 0 to rank 1 with tag 6, recv of float32[3] at " in said[0]
+    assert "\n  rank 0: message number 1 from rank 0 to rank 1 with tag 5, send of float32[3] at " in said[0]
+
+
 def over_gloo(send, expected, *, receives_first=False, async_op=False):
     """What sender and receiver raise; `receives_first`: the sender waits until the receiver has said what it expects."""
     def body(world):

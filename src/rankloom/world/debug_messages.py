@@ -4,7 +4,7 @@ gloo ends the process when a message is longer than what it is received in, and 
 its call to the group's store, under the number of the message, and then looks for that of the other end. Whichever of them comes later
 finds a difference before it starts; a receiver looks once more when it waits.
 
-Cost: a write and two reads of the store at each end.
+Cost: two writes and two reads of the store at each end.
 """
 
 import json
@@ -59,6 +59,7 @@ class Announced:
 
     def begin(self) -> None:
         """Tell the other end, and compare if it has come. Call it through `Board.ask`."""
+        self._board.tell_last(f"{self.what}, {_described(self._mine)}")
         self._board.store.set(self._key, json.dumps(self._mine))
         if self._board.store.check([self._theirs]):
             self._compare()
@@ -86,7 +87,10 @@ class Announced:
         if all(theirs[what] == self._mine[what] for what in ("numel", "dtype")):
             return
         me, peer = (self._board.ranks[rank] for rank in (self._board.rank, self._peer))
-        calls = "\n".join(f"  rank {rank}: {call['op']} of {call['dtype']}{call['shape']} at {call['site']}"
-                          for rank, call in ((me, self._mine), (peer, theirs)))
+        calls = "\n".join(f"  rank {rank}: {_described(call)}" for rank, call in ((me, self._mine), (peer, theirs)))
         raise CollectiveMismatch(f"rank {me}: {self.what} is not what its receiver expects:\n{calls}\n"
                                  "Give `recv` a tensor of the same dtype, with as many elements.")
+
+
+def _described(call: dict[str, Any]) -> str:
+    return f"{call['op']} of {call['dtype']}{call['shape']} at {call['site']}"

@@ -79,11 +79,11 @@ class Board:
             nap = min(1.5 * nap, LONGEST_NAP)
 
     def tell_last(self, call: str) -> None:
-        """Write down the call that this rank is about to make."""
+        """Write down the call, or the message, that this rank is about to make."""
         self.store.set(f"last/{self.rank}", call)
 
     def where_is_everyone(self) -> str:
-        """One line per rank: the last call it announced."""
+        """One line per rank: the last call or message it announced."""
         try:
             return self.ask(self._last_calls, "the last call", 0.0)
         except (RankLost, CollectiveTimeout) as error:
