@@ -13,7 +13,7 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.shares import share
-from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_shards, map_tensors, rows_of, with_halves
+from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_shards, map_tensors, rows_if_any, rows_of, with_halves
 
 Pair = namedtuple("Pair", "x y")
 
@@ -143,6 +143,39 @@ def test_a_row_alone_comes_twice_where_halves_are_asked_for():
 def test_rows_are_counted_along_dim_0():
     assert rows_of(torch.zeros(3, 2), 0) == 3 and rows_of([torch.zeros(4), (torch.zeros(4, 1),)], 0) == 4
     assert rows_of({"x": torch.zeros(0, 5)}, 0) == 0
+
+
+def test_numpy_arrays_say_how_many_rows_there_are_where_no_tensor_does():
+    assert rows_of((np.zeros((3, 2)), {"y": [np.zeros(3)], "size": torch.Size([5])}), 0) == rows_of(np.zeros(3), 0) == 3
+    assert rows_of((torch.zeros(2), np.zeros(3)), 0) == 2
+    first, second = cut_batch((np.arange(3), np.eye(3), ["a", "b", "c"]), 2, 0)
+    assert [len(part) for part in (*first, *second)] == [2, 2, 2, 1, 1, 1] and second[0].tolist() == [2] and second[2] == ["c"]
+    assert cut_batch((np.zeros(3), np.ones(3), 0.5), 3, 0)[0][2] == 0.5   # as many columns as rows
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"deterministic": 6}], ids=str)
+def test_a_batch_of_numpy_arrays_trains_as_one_of_tensors(p, options):
+    x = np.random.default_rng(0).standard_normal((12, 3))
+
+    def loss(model, batch):
+        rows, weights = (torch.as_tensor(part) for part in batch)
+        return (model(rows).squeeze(1) * weights).square().sum(), len(rows)
+
+    def body(world, given):
+        model = nn.Linear(3, 1).double()
+        with torch.no_grad():
+            [each.fill_(0.5) for each in model.parameters()]
+        engine = rl.prepare(model, loss=loss, optimizer=lambda q: torch.optim.SGD(q, lr=0.1), world=world, **options)
+        mine = x[world.rank::world.size]
+        return [engine.step((given(mine), given(mine[:, 0].copy()))).loss for _ in range(3)]
+
+    assert rl.simulate(p, lambda world: body(world, np.asarray)) == rl.simulate(p, lambda world: body(world, torch.as_tensor))
+
+
+@pytest.mark.parametrize("batch", [np.float64(1.0), (np.zeros(2), np.zeros(3)), (np.zeros(2), np.array(1.0))], ids=repr)
+def test_numpy_arrays_that_differ_in_length_are_no_rows(batch):
+    assert rows_if_any(batch) is None and cut_batch(batch, 1, 0) == [batch]
 
 
 NO_BATCHES = [[], {}, None, "text", torch.tensor(1.0), (torch.zeros(2), torch.zeros(3)), [torch.zeros(2), torch.tensor(2.0)]]

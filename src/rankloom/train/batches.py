@@ -1,8 +1,9 @@
 """Cut a batch into micro-batches, and distribute its rows over ranks.
 
 A batch is a tensor, or tuples, lists, dicts and dataclasses of tensors, nested in any way. Every tensor has one row per sample along
-dim 0. Numpy arrays of the same length are cut by rows too, and so are lists and tuples of that length without tensors (captions).
-Anything else goes unchanged into every micro-batch. Micro-batches of unequal length do not fit in one batch: pass them already cut.
+dim 0. Numpy arrays of the same length are cut by rows too, and so are lists and tuples of that length without tensors (captions). Where
+no tensor says how many rows there are, numpy arrays do. Anything else goes unchanged into every micro-batch. Micro-batches of unequal
+length do not fit in one batch: pass them already cut.
 
 A batch without such rows (a graph and its edges, packed tokens, boxes) is never cut: it is one micro-batch, and counts as one row.
 """
@@ -90,9 +91,16 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
 
 def map_rows(change: Callable[[Any], Any], batch: Any, rows: int) -> Any:
     """The same nesting, with `change(value)` in place of everything that has one entry per row, tensor or not."""
-    if isinstance(batch, Tensor) or _goes_by_rows(batch, rows):
-        return change(batch)
-    return _map_parts(partial(map_rows, change, rows=rows), batch)
+    inside = partial(_map_rows_inside, change, rows=rows)
+    if isinstance(batch, Tensor | np.ndarray):
+        return inside(batch)
+    return _map_parts(inside, batch)   # a batch of as many columns as rows, by chance, is no column itself
+
+
+def _map_rows_inside(change: Callable[[Any], Any], value: Any, rows: int) -> Any:
+    if isinstance(value, Tensor) or _goes_by_rows(value, rows):
+        return change(value)
+    return _map_parts(partial(_map_rows_inside, change, rows=rows), value)
 
 
 def _map_parts(change: Callable[[Any], Any], batch: Any) -> Any:
@@ -146,8 +154,8 @@ def rows_of(batch: Any, rank: int) -> int:
     raises: BatchError when it has no tensors, or tensors of different length along dim 0
     """
     if (rows := rows_if_any(batch)) is None:
-        raise BatchError(f"rank {rank}: a batch must hold tensors with one row per sample along dim 0, all equally long, to be cut; "
-                         f"found lengths {_lengths(batch)} in a {type(batch).__name__}; looked for in tuples, lists, dicts and "
+        raise BatchError(f"rank {rank}: a batch must hold tensors or numpy arrays with one row per sample along dim 0, all equally long, "
+                         f"to be cut; found lengths {_lengths(batch)} in a {type(batch).__name__}; looked for in tuples, lists, dicts and "
                          "dataclasses. Where samples are no rows (graphs, packed tokens), give `accumulate` micro-batches, already cut, in "
                          "a list or an iterator; if training is deterministic, tensors with a leading dim of 1")
     return rows
@@ -160,10 +168,24 @@ def rows_if_any(batch: Any) -> int | None:
 
 
 def _lengths(batch: Any) -> list[int]:
-    """Of each tensor the length of dim 0; -1 of one without dims."""
-    lengths: list[int] = []
-    map_tensors(lambda t: lengths.append(t.shape[0] if t.dim() else -1), batch)
-    return lengths
+    """Of each tensor, or if there is none of each numpy array, the length of dim 0; -1 of one without dims."""
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, batch)
+    return [x.shape[0] if x.ndim else -1 for x in tensors or _arrays(batch)]
+
+
+def _arrays(batch: Any) -> list[np.ndarray]:
+    """The numpy arrays of a batch."""
+    found: list[np.ndarray] = []
+
+    def look(part: Any) -> Any:
+        if not isinstance(part, np.ndarray):
+            return _map_parts(look, part)
+        found.append(part)
+        return part
+
+    look(batch)
+    return found
 
 
 def cut_batch(batch: Any, pieces: int, rank: int) -> list[Any]:
