@@ -229,12 +229,13 @@ def test_ranks_that_name_different_receivers_all_raise():
 @pytest.mark.parametrize("spoil, said", [
     (lambda state, rank: {key: {} for key in state} if rank else state,
      r"rank 1: the state has nothing under model and optimizer; was it gathered"),
+    (lambda state, rank: None if rank else state, r"rank 1: the state has nothing under model and optimizer; was it gathered"),
     (lambda state, rank: state["model"], r"rank 0: the state has nothing under model and"),
     (lambda state, rank: state | {"optimizer": state["optimizer"] | {"run": {"amax": {"elsewhere.input": torch.ones(3)}}}},
      "Was it saved with other layers in fp8"),
     (lambda state, rank: state | {"model": {name: value for name, value in state["model"].items() if not rank or "bias" not in name}},
      r"rank 1: this is the state dict of another model, 5 tensors differ: blocks.0.0.bias: missing"),
-], ids=["empty on one rank", "of a model only", "other layers", "other tensors on one rank"])
+], ids=["empty on one rank", "none on one rank", "of a model only", "other layers", "other tensors on one rank"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_state_that_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(stage, spoil, said):
     def body(world):

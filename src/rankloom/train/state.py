@@ -64,7 +64,7 @@ def _expect_one_receiver(world: World, rank: Any) -> None:
 def load_state(state: TrainingState, whole: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """See `Engine.load_full_state_dict`. Returns the state of the run: step, loss scale, amax."""
     world, placement = state.world, state.placement
-    lacks = " and ".join(key for key in ("model", "optimizer") if not whole.get(key))
+    lacks = " and ".join(key for key in ("model", "optimizer") if not isinstance(whole, Mapping) or not whole.get(key))
     problem = (f"rank {world.rank}: the state has nothing under {lacks}; was it gathered on one rank only? Values without an "
                "optimizer's, as of a plain model, are loaded into the model before `rl.prepare`") if lacks else None
     world.agree(problem, error=ModelMismatch, label="load a state")
