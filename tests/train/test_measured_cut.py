@@ -173,3 +173,9 @@ def test_a_model_on_the_meta_device_cannot_be_measured_but_takes_sizes():
         return held(prepared(world, model, rl.Pipe(pieces=layers, sizes=[2, 3])))
 
     assert rl.simulate(rl.Mesh(pipe=2), body) == [["0", "1"], ["2", "3", "4"]]
+
+
+@pytest.mark.parametrize("sizes", ["33", 6, [1.5, 4.5], [3, "3"], {3: 3}])
+def test_sizes_that_are_no_list_of_whole_numbers_are_refused_where_they_are_given(sizes):
+    with pytest.raises(rl.ConfigError, match=r"rl.Pipe\(sizes=.*: expected how many pieces each stage gets, as a list"):
+        rl.Pipe(sizes=sizes)

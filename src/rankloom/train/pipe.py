@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,6 +57,8 @@ class Pipe:
     memory: float | None = None
 
     def __post_init__(self) -> None:
+        if self.sizes is not None and not (isinstance(self.sizes, Sequence) and all(isinstance(size, Integral) for size in self.sizes)):
+            raise ConfigError(f"pipe=rl.Pipe(sizes={self.sizes!r}): expected how many pieces each stage gets, as a list such as [3, 4, 2]")
         if self.sizes is not None and self.example is not None:
             raise ConfigError("rl.Pipe: sizes and example both say where to cut; leave one of them out")
         if self.example is not None and not (isinstance(self.example, tuple | list) and len(self.example) == 2):
