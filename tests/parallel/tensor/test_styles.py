@@ -483,6 +483,28 @@ def test_a_matrix_tied_to_one_that_the_plan_does_not_name_is_refused():
         rl.simulate(1, lambda world: rl.tensor_parallel(pair, {"first": "colwise"}, world))
 
 
+class HeadWithTwoNames(nn.Module):
+    """The bias of its output layer has a second name that no forward reads, as in BERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.output = nn.Linear(6, 8)
+        self.bias = self.output.bias
+
+    def forward(self, x):
+        return self.output(x)
+
+
+def test_a_second_name_of_a_cut_bias_may_be_deleted_as_the_error_says():
+    head, x = HeadWithTwoNames(), torch.randn(3, 6)
+    whole, plan = head(x), {"output": "colwise_rep"}
+    with pytest.raises(ConfigError, match="^bias is tied .* or delete that name of it first, if no forward reads it there"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(copy.deepcopy(head), plan, world))
+    del head.bias
+    for result in rl.simulate(2, lambda world: rl.tensor_parallel(copy.deepcopy(head), plan, world)(x)):
+        torch.testing.assert_close(result, whole)
+
+
 @pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
 @pytest.mark.parametrize("word", ["colwise", "rowwise_rep"])
 def test_a_weight_that_is_computed_from_other_parameters_is_refused(norm, word):

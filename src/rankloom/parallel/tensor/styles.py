@@ -113,7 +113,7 @@ class Cutting:
         for name, param in self.model.named_parameters():
             if id(param) in self.new:
                 raise ConfigError(f"{name} is tied to a parameter that the plan cuts, and would stay whole, a parameter of its own; "
-                                  "name its module in the plan too")
+                                  "name its module in the plan too, or delete that name of it first, if no forward reads it there")
 
     def tell_attention(self) -> None:
         """After all cuts: set the counts of heads in attention modules to those of this rank."""
