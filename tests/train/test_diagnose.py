@@ -267,10 +267,10 @@ def test_a_loss_of_tensors_that_differ_in_length_is_not_looked_at_and_that_is_sa
 
 
 def test_a_loss_of_a_batch_that_has_no_tensors_is_not_looked_at_and_that_is_said():
-    engine = rl.prepare(nn.Linear(4, 2), loss=lambda model, batch: (model(torch.from_numpy(batch)).mean(), len(batch)),
+    engine = rl.prepare(nn.Linear(4, 2), loss=lambda model, batch: (model(torch.tensor(batch["rows"])).mean(), 4),
                         world=rl.init(device="cpu"), optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
     with pytest.warns(UserWarning, match="a batch without tensors, or .* is one sample"):
-        engine.step(torch.ones(4, 4).numpy())
+        engine.step({"rows": [[1.0] * 4] * 4})
 
 
 class TwoHeads(nn.Module):
