@@ -134,6 +134,8 @@ def test_help_names_every_command():
     ("words", "message"),
     [
         (["train", "trian.toml"], "error: trian.toml: no such file. There: train.toml"),
+        (["train", "--mesh.shard", "2"], "error: --mesh.shard: no such file; the file comes first, then its keys. There: train.toml"),
+        (["scale", "--ranks", "1,2", "--mesh.shard=2"], "error: --mesh.shard=2: no such file; the file comes first, then its keys"),
         (["train", "train.toml", "--mesh.tenosr", "2"], "error: --mesh.tenosr: unknown key 'tenosr'. Did you mean 'tensor'?"),
         (["train", "train.toml", "--mesh.replicate", "3"], "local ? x ranks 3 x accumulate ? = global 4 has no solution"),
         (["train", "train.toml", "--mesh.replicate", "8"], "global_batch_size 4 is smaller than the 8 ranks"),

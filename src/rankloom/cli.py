@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from rankloom.watch.scaling import Row
 
 SHOW_CURSOR = "\x1b[?25h"   # a rank that was killed while drawing leaves it hidden
+ConfigFile = Annotated[Path, Parameter(allow_leading_hyphen=True)]   # a key in its place is told so
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True)]
 Whole = Annotated[int, Parameter(converter=whole_number)]   # cyclopts itself rounds 8.5
 
@@ -97,7 +98,7 @@ def _report(error: RankloomError) -> None:
 
 
 @app.command
-def train(file: Path, /, *overrides: Overrides) -> None:
+def train(file: ConfigFile, /, *overrides: Overrides) -> None:
     """Train a model as described in FILE.
 
     Run directly, it starts the ranks of [mesh] on this machine.
@@ -196,7 +197,7 @@ def _draw_loss(run: Path) -> str:
 
 @app.command
 def scale(
-    file: Path, /, *overrides: Overrides, ranks: str = "1,2,4", steps: Whole = 20, weak: bool = False,
+    file: ConfigFile, /, *overrides: Overrides, ranks: str = "1,2,4", steps: Whole = 20, weak: bool = False,
     out: Path | None = None,
 ) -> None:
     """Measure how training scales with ranks: speed-up, efficiency, share of time in communication.

@@ -1,10 +1,12 @@
 """A replaced file is whole or untouched."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from rankloom.base.files import replacing
+from rankloom.base.errors import StorageError
+from rankloom.base.files import expect_file, replacing
 
 
 def test_a_block_that_ends_well_replaces_the_file(tmp_path):
@@ -41,3 +43,9 @@ def test_of_several_writers_the_first_wins_when_told_so(tmp_path, links, monkeyp
         inner.write_text("done first")
     assert path.read_text() == ("done first" if links else "done last")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_work():
+    with pytest.raises(StorageError, match="--save /proc/links.json: /proc cannot be written"):
+        expect_file("--save", Path("/proc/links.json"), ".json")
+    expect_file("--save", None, ".json")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from gradients import expect_equal, gradients
@@ -87,6 +88,30 @@ def test_after_backward_the_dropout_key_is_as_it_was(policy):
     key.calls["elsewhere"] = 3
     loss.backward()
     assert (key.step, key.rows, key.calls) == (7, range(8, 9), {"elsewhere": 3})
+
+
+class CheckpointsItself(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks, self.reentrant = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_bytes_for_a_model_that_checkpoints_its_own_blocks_are_refused_and_full_is_not(reentrant):
+    model, x = seeded(0)(lambda: CheckpointsItself(reentrant))(), torch.ones(2, 6, requires_grad=True)
+    budgeted, full = copy.deepcopy(model), copy.deepcopy(model)
+    recompute(budgeted, "1 MiB")
+    with pytest.raises(rl.ConfigError, match="blocks.. is called inside of torch.utils.checkpoint"):
+        budgeted(x).sum().backward()
+    recompute(full, "full")
+    for each in (model, full):
+        each(x).sum().backward()
+    expect_equal(gradients(full), gradients(model))
 
 
 class Drawing(nn.Module):

@@ -42,7 +42,7 @@ def make_folder(folder: Path, flag: str) -> None:
     """Make a folder for results, and check that it can be written. flag: the option that names it. raises: StorageError"""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        _try_to_write(folder)
     except OSError as error:
         raise StorageError(f"{flag} {folder}: cannot be made or written ({error.strerror}); give another folder") from None
 
@@ -50,12 +50,22 @@ def make_folder(folder: Path, flag: str) -> None:
 def expect_file(flag: str, path: Path | None, *endings: str) -> None:
     """Check a file that an option names, before the work whose result goes there: how its name ends, and its folder. None: not asked for.
 
-    raises: ConfigError
+    raises: ConfigError; StorageError when the folder cannot be written
     """
-    if path is not None and path.suffix not in endings:
+    if path is None:
+        return
+    if path.suffix not in endings:
         raise ConfigError(f"{flag} {path}: expected a name that ends in {' or '.join(endings)}")
-    if path is not None and not path.parent.is_dir():
+    if not path.parent.is_dir():
         raise ConfigError(f"{flag} {path}: there is no folder {path.parent}")
+    try:
+        _try_to_write(path.parent)
+    except OSError as error:
+        raise StorageError(f"{flag} {path}: {path.parent} cannot be written ({error.strerror}); give another folder") from None
+
+
+def _try_to_write(folder: Path) -> None:
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def _link(file: Path, name: Path) -> bool:

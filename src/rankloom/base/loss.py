@@ -28,6 +28,8 @@ def sum_and_count(returned: Any, where: str) -> tuple[Tensor, Tensor]:
             "no dims, and how many items that were. A mean cannot be combined rightly over ranks; "
             "return for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
     total, count = returned
+    if total.is_complex():
+        raise LossError(f"{where}: the loss is of {total.dtype}, which has no least value; return a real number, such as its abs()")
     if not (isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)):
         raise LossError(f"{where}: the loss function counted {_describe(count)}, expected one number: how many items it has summed over")
     if isinstance(count, Real):   # filled in on the device: to copy a number there would wait for all that is queued

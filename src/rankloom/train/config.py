@@ -148,7 +148,8 @@ def _read(path: Path) -> Table:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); a config is a TOML file") from None
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{_neighbours(path)}") from None
+        order = "; the file comes first, then its keys" if str(path).startswith("--") else ""
+        raise ConfigError(f"{path}: no such file{order}{_neighbours(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder; name the TOML file in it{_neighbours(path / 'x')}") from None
     except (OSError, ValueError) as error:
