@@ -58,13 +58,17 @@ class _Way(NamedTuple):
     label: str
 
 
+def is_watched() -> bool:
+    """Whether operations are watched, as by selective recompute: it keeps products, and would miss that a sum is written over one."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 class _Redistribute(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: _Way, overwrite: bool) -> Tensor:
         ctx.way, ctx.claimed = way, False
         expect_alike(x, way.layout, way.group, f"{way.label}: forward")
-        watched = torch._C._len_torch_dispatch_stack() > 0   # selective recompute saves products, and would miss a change in place
-        if way.there.kind == "all_reduce" and overwrite and not watched and x.is_contiguous():
+        if way.there.kind == "all_reduce" and overwrite and not is_watched() and x.is_contiguous():
             ctx.mark_dirty(x)
             return way.group.all_reduce(x, label=f"{way.label}: forward")   # type: ignore[no-any-return]
         return _carry_out(way.there, x, way, "forward")

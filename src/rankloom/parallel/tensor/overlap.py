@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from rankloom.parallel.tensor.compare import expect_alike
 from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, product
-from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, Entrance, expect_even
+from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, Entrance, expect_even, is_watched
 from rankloom.world.group import Group
 
 Note = tuple[int, Tensor, Tensor]   # which layer, the gradient of its output, its input
@@ -130,8 +130,9 @@ class _Row(Function):
         ctx.way = way
         group, multiply = way.group, lambda part: product(part, weight, None, way.transposed)
         if way.out != BY_TOKENS:   # each piece is all-reduced while the next is multiplied
-            handles = [group.all_reduce(multiply(part), label=f"{way.label}: forward", async_op=True)
-                       for part in x.flatten(0, -2).tensor_split(way.pieces) if part.shape[0]]
+            terms = (multiply(part) for part in x.flatten(0, -2).tensor_split(way.pieces) if part.shape[0])
+            handles = [group.all_reduce(term.clone() if is_watched() else term, label=f"{way.label}: forward", async_op=True)
+                       for term in terms]
             rows = torch.cat([handle.wait() for handle in handles])
             return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])   # not a view: models may add to it in place
         expect_even(x.shape[-2], "tokens", x, group, f"{way.label}: forward")
