@@ -71,10 +71,10 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
-def train(world: rl.World, model: GPT, stage: int) -> dict[str, torch.Tensor]:
+def train(world: rl.World, model: GPT, stage: int, **more) -> dict[str, torch.Tensor]:
     """What must be equal: loss, norm and count of every step, and the whole state at the end."""
     pipe = {"pipe": SCHEDULES[stage % 2], "accumulate": 2} if world.mesh.pipe > 1 else {}
-    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=stage, clip=0.5, **pipe)
+    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=stage, clip=0.5, **(pipe | more))
     rows = engine.group
     reports = [engine.step(tuple(t.tensor_split(rows.size)[rows.rank] for t in batch)) for batch in make_batches()]
     return numbered("report", [x for r in reports for x in (r.loss, r.grad_norm, r.count)]) | tensors_of(engine.full_state_dict())
@@ -99,6 +99,22 @@ def test_every_layout_equals_one_process(mesh, record_property):
         for mine in rl.simulate(mesh, lambda world, stage=stage, experts=experts: train(world, build(stage, experts), stage)):
             worst = max(worst, expect_close(mine, expected, BOUND))
     record_property("layout", [str(mesh), f"refused: {reason}" if reason else f"{worst:.1e}"])
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(tensor=2), rl.Mesh(tensor=4), rl.Mesh(shard=2, tensor=2), rl.Mesh(context=2, tensor=2),
+                                  rl.Mesh(pipe=2, tensor=2), rl.Mesh(tensor=2, expert=2)], ids=str)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_axis_beside_tensor_ranks_that_send_while_they_multiply_equals_one_process(mesh, stage):
+    experts = mesh.expert > 1
+    options = {"pipe": "zb-h1"} if mesh.pipe > 1 else {"recompute": "full" if stage else "selective"}
+
+    def body(world, plan):
+        model = build(stage, experts)
+        return train(world, model, stage, tensor_plan=getattr(model, plan), tensor_overlap=3, **options)
+
+    for plan in ("tp_plan", "tp_sequence_plan")[: 1 if experts else 2]:
+        for mine in rl.simulate(mesh, lambda world, plan=plan: body(world, plan)):
+            expect_close(mine, truth(stage, experts), BOUND)
 
 
 @pytest.mark.parametrize("mesh", [rl.Mesh(tensor=2), rl.Mesh(pipe=2, shard=2, tensor=2), rl.Mesh(shard=2, context=2),

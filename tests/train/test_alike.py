@@ -60,6 +60,7 @@ def called(name, module):
     ({"mesh": rl.Mesh(pipe=2), "pipe": "1f1b"}, {"accumulate": 4}, "accumulate is 4, on rank 0 1"),
     ({"mesh": rl.Mesh(tensor=2)}, {"accumulate": 4}, "accumulate is 4, on rank 0 1"),
     ({"mesh": rl.Mesh(tensor=2)}, {"recompute": "full"}, "recompute is 'full', on rank 0 'none'"),
+    ({"mesh": rl.Mesh(tensor=2)}, {"tensor_overlap": 2}, "tensor_overlap is 2, on rank 0 1"),
     ({"mesh": rl.Mesh(tensor=2)}, {"tensor_plan": {"head": "column"}}, "tensor_plan is {'head': 'column'}, on rank 0 None"),
     ({}, {"recompute": "1 MiB"}, "recompute is 'a number of bytes', on rank 0 'none, selective or full'"),
     ({"mesh": rl.Mesh(context=2)}, {"context": "all_to_all"}, "context is 'all_to_all', on rank 0 'ring'"),

@@ -297,6 +297,11 @@ def test_a_loss_that_returns_anything_but_sum_and_count_is_told_so(loss, says):
     assert "the loss function returned" in str(error) and "reduction='sum'" in str(error)
 
 
+def test_a_complex_loss_is_told_so():
+    quickly(2, lambda w: prepare(w, loss=lambda m, x: (torch.complex(m(x), m(x)).sum(), len(x))).step(rows(2)), rl.LossError,
+            "the loss is of torch.complex128, which has no least value")
+
+
 @pytest.mark.parametrize(("count", "says"), [
     (None, "a NoneType"), ("4", "a str"), (torch.ones(2), r"one tensor of shape \(2,\)"), ([4], "a list of a int"),
 ])
@@ -758,6 +763,8 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
     ({"optimizer": lambda _: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "updates tensors that it was not given"),
     ({"pipe": "1f1b"}, "pipe='1f1b' has no meaning on a mesh without pipe ranks"),
     ({"context": "all_to_all"}, "context='all_to_all' has no meaning on a mesh without context ranks"),
+    ({"tensor_overlap": 2}, "tensor_overlap=2 has no meaning on a mesh without tensor ranks"),
+    ({"tensor_overlap": 0}, "tensor_overlap=0, expected a whole number of pieces"), ({"tensor_overlap": True}, "tensor_overlap=True, expe"),
     ({"tensor_plan": {"nonsense": "colwise"}}, "pattern 'nonsense' matches no module"), ({"tensor_plan": "colwise"}, "is of type str"),
     ({"precision": Precision("mine", torch.bfloat16, torch.float32, full=("nrom*",))}, "full pattern 'nrom\\*' fits no module"),
     ({"precision": Precision("mine", torch.bfloat16, torch.float32, reduce=torch.bfloat16)}, "'mine' reduces in torch.bfloat16"),

@@ -20,7 +20,7 @@ from rankloom.parallel.axes import axes_of
 from rankloom.parallel.context import RING, expect_kind
 from rankloom.parallel.equal_start import expect_unchanged
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
-from rankloom.parallel.tensor.apply import expect_plan
+from rankloom.parallel.tensor.apply import expect_pieces, expect_plan
 from rankloom.parallel.wrapping import Policy, comparable, section_names
 from rankloom.parallel.zero import STAGES, expect_counts
 from rankloom.train.alike import expect_alike, expect_alike_in
@@ -128,20 +128,21 @@ def check_options(world: World, settings: Settings, stage: int, asked: Mapping[s
     if isinstance(stage, bool) or stage not in (0, *STAGES):
         raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")
     expect_exact_steps(asked["compress_after"], asked["compress"])
-    asked = {"deterministic": settings.logical_shards, **asked}
+    asked = {"deterministic": settings.logical_shards, "float8": settings.precision.float8 is not None, **asked}
     ranks = world.mesh.sizes() if world.axes_named else {"shard": world.size}
     for option, reason in conflicts(asked, stage=stage, ranks=ranks):
         raise ConfigError(f"{option}={asked[option]!r} {reason}; leave it out")
     expect_counts(ahead=asked["ahead"], gradient_memory=asked["gradient_memory"])
 
 
-def check_axes(model: nn.Module, world: World, context: str, tensor_plan: Mapping[str, str] | None) -> None:
+def check_axes(model: nn.Module, world: World, context: str, tensor_plan: Mapping[str, str] | None, tensor_overlap: int) -> None:
     """Check the options of the mesh axes context and tensor."""
     expect_kind(context)
     if context != RING and world.mesh.context == 1:
         raise ConfigError(f"context={context!r} has no meaning on a mesh without context ranks")
     if tensor_plan is not None and world.mesh.tensor == 1:   # the plan may be meant for other meshes; still check it
         expect_plan(model, tensor_plan)
+    expect_pieces("tensor_overlap", tensor_overlap)
 
 
 def check_blocks(model: nn.Module, world: World, stage: int, units: Policy, changes_blocks: bool, *, recompute: str | int) -> None:

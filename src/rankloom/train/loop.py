@@ -199,5 +199,6 @@ def build_engine(config: Config, shape: GPTConfig, world: World, sink: Sink | No
         compile=config.train.compile,
         reshard_after_forward=config.train.reshard_after_forward,
         pipe=config.train.pipe,
+        tensor_overlap=config.train.tensor_overlap,
         sink=sink,
     )

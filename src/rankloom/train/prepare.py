@@ -70,7 +70,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
             clip: float | None = None, precision: str | Precision | None = None, deterministic: bool | int = False, seed: int = 0,
             schedule: Callable[[int], float] | None = None, all_reduce: str = BACKEND, compress: str = EXACT, compress_after: int = 0,
             units: Policy = AUTO, reshard_after_forward: bool | int = True, ahead: int = 1, offload: bool = False, gradient_memory: int = 0,
-            initialize: Fill | None = None, tensor_plan: Mapping[str, str] | None = None, context: str = RING,
+            initialize: Fill | None = None, tensor_plan: Mapping[str, str] | None = None, tensor_overlap: int = 1, context: str = RING,
             pipe: Pipe | str | None = None, recompute: str | int = NONE, offload_activations: bool = False, compile: bool = False,
             sink: Sink | None = None) -> Engine:
     """Prepare a plain model for training on all ranks of `world`. A collective: every rank passes an equal model.
@@ -106,6 +106,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     initialize:      for a model on the meta device: initialize(name, tensor) writes a tensor's initial values in place. Names are
                      those of the plain model, and tensors are whole, on any mesh. Left out, modules' `reset_parameters` is called
     tensor_plan:     axis tensor: pattern of module names -> a style of parallel/tensor/styles.py. Left out, the model's own tp_plan
+    tensor_overlap:  axis tensor: in how many pieces a product of row-cut weights is computed, each sent while the next is multiplied. With
+                     more than one, weight gradients are also computed while input gradients are summed (parallel/tensor/overlap.py)
     context:         axis context: "ring" or "all_to_all" (parallel/context.py)
     pipe:            axis pipe: the name of a schedule, or a `Pipe` that says where to cut, or measures it. Its micro-batches are the
                      `accumulate` ones
@@ -129,12 +131,12 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     check_numbers(settings)
     check_plain(seed=seed, offload=offload, offload_activations=offload_activations, compile=compile)
     check_model(model, world, settings)
-    check_axes(model, world, context, tensor_plan)
+    check_axes(model, world, context, tensor_plan, tensor_overlap)
     blocks_only = {"units": AUTO} if changes_blocks and classes_in(units) else {}   # classes then say what is a block, at any stage
-    check_options(world, settings, stage, {"pipe": pipe} | summing | cutting | blocks_only)
+    check_options(world, settings, stage, {"pipe": pipe, "tensor_overlap": tensor_overlap} | summing | cutting | blocks_only)
     check_blocks(model, world, stage, units, changes_blocks, recompute=recompute)
-    check_alike(world, settings, stage, {"seed": seed, "pipe": pipe, "context": context, "tensor_plan": tensor_plan, "recompute": recompute,
-                                         **summing, **cutting})
+    check_alike(world, settings, stage, {"seed": seed, "pipe": pipe, "context": context, "tensor_plan": tensor_plan,
+                                         "tensor_overlap": tensor_overlap, "recompute": recompute, **summing, **cutting})
     vars(model)["_prepared_by_rankloom"] = True   # up to here nothing has been changed
 
     if settings.logical_shards:
@@ -143,7 +145,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     expect_alike(world, "model", code_of(model))
     chosen = None if world.mesh.pipe == 1 else cut_by_measure(Pipe.of(pipe, model, loss, settings.precision), model, world)
     dropout = DropoutKey(seed)
-    split = split_model(model, world, tensor_plan, context, dropout.set_token_positions) if is_split(world) else None
+    split = split_model(model, world, tensor_plan, tensor_overlap, context, dropout.set_token_positions) if is_split(world) else None
     fill = None if initial is None else _stand_in(model, world, initial, split)
     float8 = _in_float8(model, world, settings.precision)
     key_dropout(model, dropout)

@@ -27,7 +27,7 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, ranks: Mapping[str, int |
     """The options in `asked` (name -> value) that exclude others or have no effect. An option that is left out has its default.
 
     asked: options of HAS_EFFECT; `deterministic`: the number of logical shards, 0 for none; `pipe`: the schedule, or None;
-           `recompute` and `compile`
+           `recompute` and `compile`; `tensor_overlap`, and `float8`: whether layers multiply in 8 bits
     ranks: mesh axis -> number of ranks along it; None: not known yet, perhaps several. An axis that is left out has one
 
     >>> [f"{option} {reason}" for option, reason in conflicts({"offload": True}, stage=0, ranks={"replicate": 2})]
@@ -43,6 +43,10 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, ranks: Mapping[str, int |
         yield Conflict("deterministic", "holds bits equal along the data axes only: use a mesh of replicate and shard, or turn it off")
     if asked.get("pipe") is not None and "pipe" not in several:
         yield Conflict("pipe", "has no meaning on a mesh without pipe ranks")
+    if asked.get("tensor_overlap", 1) != 1 and "tensor" not in several:
+        yield Conflict("tensor_overlap", "has no meaning on a mesh without tensor ranks")
+    if asked.get("tensor_overlap", 1) != 1 and asked.get("float8"):
+        yield Conflict("tensor_overlap", "has no meaning with precision fp8: products in 8 bits are not computed in pieces")
     if shared and asked.get("compile") and asked.get("recompute") == "selective":
         yield Conflict("recompute", NOT_ONE_GRAPH)
     compress = asked.get("compress", EXACT)

@@ -184,6 +184,7 @@ class Train(ConfigSection):
     compile: bool = False              # compile each block with torch.compile
     pipe: str | None = None            # [mesh] pipe: the schedule of a step's micro-batches; left out: 1f1b (rankloom schedule list)
     reshard_after_forward: bool | Count = True   # stage 3; false: parameters stay until backward; n: sharded over n neighbours
+    tensor_overlap: Count = 1   # [mesh] tensor: pieces of a row-cut product, each sent while the next is multiplied
     evaluate: bool = True   # measure the validation loss
     eval_every: Whole = 0   # 0: only after the last step
     samples: Whole = 3   # texts that the model writes at the end
@@ -339,10 +340,11 @@ class Config(ConfigSection):
     def _expect_no_conflicts(self) -> None:
         """Refuse options that `rl.prepare` would refuse together."""
         sections = {"comm": ("all_reduce", "compress", "compress_after"),
-                    "train": ("deterministic", "pipe", "offload", "reshard_after_forward", "recompute", "compile")}
+                    "train": ("deterministic", "pipe", "offload", "reshard_after_forward", "recompute", "compile", "tensor_overlap")}
         asked = {option: (section, getattr(getattr(self, section), option)) for section, options in sections.items() for option in options}
         values = {option: value for option, (_, value) in asked.items()}
         ranks = self.mesh.as_mesh().sizes() if self.mesh.is_known() else dict(self.mesh)
+        values["float8"] = self.train.precision == "fp8"
         for option, reason in conflicts(values, stage=self.train.stage, ranks=ranks):
             section, value = asked[option]
             raise ValueError(f"[{section}] {option} = {json.dumps(value)} {reason}")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from rankloom.parallel.context import KEYED_DROPOUT, RING, TellPositions, context_parallel, expect_no_dropout
+from rankloom.parallel.context import KEYED_DROPOUT, TellPositions, context_parallel, expect_no_dropout
 from rankloom.parallel.expert import expert_parallel
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.tensor.apply import tensor_parallel
@@ -34,17 +34,18 @@ def beside_pipe(world: World) -> Group:
     return world.group(*(axis for axis in world.mesh.sizes() if axis != "pipe"))
 
 
-def split_model(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, context: str = RING,
-          tell: TellPositions | None = None) -> ModelSplit:
+def split_model(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, tensor_overlap: int, context: str,
+          tell: TellPositions) -> ModelSplit:
     """Split `model` in place as the mesh says. Returns what this rank holds of it.
 
     model:  may be on the meta device; then only shapes are cut
+    tensor_overlap: the `overlap` of `tensor_parallel`
     tell:   see `context_parallel`
     raises: what the three techniques raise
     """
     sizes = world.mesh.sizes()
     if sizes["tensor"] > 1:
-        tensor_parallel(model, tensor_plan, world.group("tensor"))
+        tensor_parallel(model, tensor_plan, world.group("tensor"), overlap=tensor_overlap)
     if sizes["expert"] > 1:
         expert_parallel(model, world.group("expert"))
     if sizes["context"] > 1 and sizes["pipe"] == 1:

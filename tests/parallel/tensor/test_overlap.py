@@ -13,6 +13,9 @@ from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.parallel.tensor import overlap as overlap_file
 from rankloom.parallel.tensor.moves import BY_TOKENS
 from rankloom.parallel.tensor.overlap import OverlappedRowLinear
+from rankloom.train.config import make_config
+from rankloom.train.loop import build_engine
+from rankloom.train.recompute import recompute
 from split_model import expect_equal
 
 from .test_gpt import late, make, run
@@ -65,6 +68,15 @@ def test_gradients_accumulate_and_activations_may_be_recomputed():
 
     for plan in PLANS:
         expect_equal(2, make, twice, plan=getattr(make(), plan), overlap=2)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_products_that_selective_recompute_keeps_are_not_the_sums(plan):
+    def some_kept(model):
+        recompute(model, "selective")
+        return None, run(model)[1]
+
+    expect_equal(2, make, some_kept, plan=getattr(make(), plan), overlap=2)
 
 
 @pytest.mark.parametrize("frozen", ["query", "key", "query key value"])
@@ -186,7 +198,7 @@ def test_under_autocast_the_products_are_16_bit(plan):
 
 
 def test_what_cannot_be_cut_in_pieces_is_refused():
-    with pytest.raises(ConfigError, match="overlap = 0 pieces; it must be 1 or more"):
+    with pytest.raises(ConfigError, match="overlap=0, expected a whole number of pieces, 1 or more"):
         rl.simulate(2, lambda world: rl.tensor_parallel(make(), None, world, overlap=0))
 
     def body(world):
@@ -196,3 +208,14 @@ def test_what_cannot_be_cut_in_pieces_is_refused():
 
     with pytest.raises(ShapeMismatch, match="row: forward in group 'world': the 7 tokens of .* cannot be split over 2 ranks; pad to 8"):
         rl.simulate(2, body)
+
+
+def test_a_config_file_and_prepare_can_ask_for_products_in_pieces():
+    sizes = {"model": {"preset": "1M", "width": 16, "layers": 1, "heads": 4, "ffn": 24}, "mesh": {"replicate": 1, "tensor": 2}}
+    config = make_config(sizes | {"train": {"global_batch_size": 2, "seq_len": 8, "tensor_overlap": 3}}, "test")
+
+    def pieces(world):
+        model = build_engine(config, config.gpt(37), world).model
+        return [module.pieces for module in model.modules() if isinstance(module, OverlappedRowLinear)]
+
+    assert rl.simulate(rl.Mesh(tensor=2), pieces) == [[3, 3]] * 2   # of attention and of the MLP

@@ -61,8 +61,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     """
     expect_model_and_group(model, group)
     expect_type("plan", plan, (Mapping, NoneType), _PLAN)
-    if overlap < 1:
-        raise ConfigError(f"overlap = {overlap} pieces; it must be 1 or more")
+    expect_pieces("overlap", overlap)
     plan = _plan_of(model) if plan is None else dict(plan)
     _expect_same_plan(plan, group)
     words = _with_tied(model, _words(model, plan))
@@ -88,6 +87,12 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     if group.debug and group.size > 1:
         watch(model, group)
     return model
+
+
+def expect_pieces(name: str, pieces: int) -> None:
+    """Check the number of pieces of a product. raises: ConfigError"""
+    if isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1:
+        raise ConfigError(f"{name}={pieces!r}, expected a whole number of pieces, 1 or more")
 
 
 def expect_plan(model: nn.Module, plan: Mapping[str, str]) -> None:
