@@ -51,6 +51,22 @@ def trained(mesh, policy, steps=3, config=CONFIG, loss=language_model_loss, befo
     return rl.simulate(mesh, body)
 
 
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+@pytest.mark.parametrize("mesh", [rl.Mesh(), rl.Mesh(pipe=2)], ids=str)
+def test_micro_batches_of_other_lengths_compile_and_a_block_that_runs_again_takes_its_own_graph(mesh, policy):
+    """In a pipeline, forwards of other lengths come before a backward; the compiler would take a graph for any length then."""
+    def body(world, **options):
+        cut = {"pipe": "1f1b"} if world.mesh.pipe > 1 else {}
+        engine = rl.prepare(GPT(replace(CONFIG, dropout=0.0), dtype=torch.float64), loss=language_model_loss, optimizer=SGD, world=world,
+                            accumulate=4, **cut, **options)
+        batches = [[tuple(t[:2, :length] for t in tokens(10 * step + length)) for length in (12, 8, 16, 5)] for step in range(2)]
+        return [engine.step(batch).loss for batch in batches]
+
+    (expected,) = rl.simulate(1, body)
+    for losses in rl.simulate(mesh, partial(body, recompute=policy, compile=True)):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
 # ---------------------------------------------------------------------- blocks that ranks share
 
 @pytest.mark.parametrize(("axis", "moe"), [("tensor", None), ("context", None), ("expert", MoEConfig(experts=4, top_k=2, ffn=8))])

@@ -19,15 +19,18 @@ from rankloom.train.blocks import Wrapped, blocks_of
 WRAPPED = "_orig_mod"   # the attribute of torch's wrapper that has the module
 
 
-def compile_blocks(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = (), backend: Any = "inductor") -> None:
+def compile_blocks(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = (), dynamic: bool | None = None,
+                   backend: Any = "inductor") -> None:
     """Compile the forward, and with it the backward, of the repeated blocks of `model`. Call this after all other wrapping.
 
     blocks:  their classes; left out: modules in a list with others of their class
+    dynamic: of torch.compile. False: each length has a graph of its own, so that a forward that runs again, after forwards of other
+             lengths, takes the graph that it had
     backend: of torch.compile
     raises:  ConfigError when they are compiled already; torch's own error at the first forward when recompute is "selective" and a
              block does not compile to one graph
     """
-    compiler = cache(partial(torch.compile, backend=backend))   # one function for all blocks of a class
+    compiler = cache(partial(torch.compile, backend=backend, dynamic=dynamic))   # one function for all blocks of a class
     for block in blocks_of(model, blocks).values():
         CompiledForward(block, partial(_compiled, compiler))
 

@@ -173,7 +173,7 @@ def _change_blocks(model: nn.Module, world: World, units: Policy, recompute: str
     if offload:
         offload_blocks(model, blocks=blocks)
     if compiled:
-        compile_blocks(model, blocks=blocks)
+        compile_blocks(model, blocks=blocks, dynamic=False if chosen and world.mesh.pipe > 1 else None)
     return chosen
 
 
