@@ -219,3 +219,15 @@ def test_a_config_file_and_prepare_can_ask_for_products_in_pieces():
         return [module.pieces for module in model.modules() if isinstance(module, OverlappedRowLinear)]
 
     assert rl.simulate(rl.Mesh(tensor=2), pieces) == [[3, 3]] * 2   # of attention and of the MLP
+
+
+def test_products_in_eight_bits_are_not_cut_in_pieces_and_that_is_said():
+    with pytest.raises(ConfigError, match="tensor_overlap = 2 has no meaning with precision fp8"):
+        train = {"global_batch_size": 2, "tensor_overlap": 2, "precision": "fp8"}
+        make_config({"mesh": {"replicate": 1, "tensor": 2}, "train": train}, "test")
+
+    def body(world):
+        with pytest.raises(ConfigError, match="tensor_overlap=2 has no meaning with precision fp8"):
+            rl.prepare(make(), loss=run, optimizer=torch.optim.SGD, world=world, tensor_overlap=2, precision="fp8")
+
+    rl.simulate(rl.Mesh(tensor=2), body)
