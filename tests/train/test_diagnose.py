@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankloom as rl
+from rankloom.models.config import GPTConfig
+from rankloom.models.loss import language_model_loss
 from rankloom.train.batches import with_halves
 from rankloom.train.diagnose import explain_non_finite
 from rankloom.train.first_steps import FEW_STEPS
@@ -256,6 +258,22 @@ def test_all_ranks_compute_a_loss_again_where_it_seems_a_mean_on_one():
         return calls
 
     assert rl.simulate(2, body, backend="gloo") == [[4, 2, 2, 4, 4]] * 2
+
+
+def test_frozen_parameters_that_are_released_between_two_tries_of_a_loss_are_left_alone():
+    """With context ranks it is tried by rows, which leaves the root gathered, and by tokens, which releases it."""
+    tokens = torch.randint(0, 37, (4, 13), generator=torch.Generator().manual_seed(0))
+
+    def body(world):
+        model = rl.GPT(GPTConfig(vocab_size=37, seq_len=12, width=16, layers=2, heads=2, kv_heads=2, ffn=24), dtype=torch.float64)
+        model.embedding.weight.requires_grad_(False)
+        engine = rl.prepare(model, loss=language_model_loss, world=world, stage=3, offload=True,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        return [engine.step((tokens[:, :-1], tokens[:, 1:])).loss for _ in range(2)]
+
+    alone, = rl.simulate(1, body)
+    for losses in rl.simulate(rl.Mesh(context=2), body):
+        torch.testing.assert_close(losses, alone, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("other", [torch.ones(3), torch.tensor(0.5)], ids=["shorter", "one number"])

@@ -47,7 +47,7 @@ def state_put_back(model: nn.Module) -> Iterator[None]:
         for tensor, old in values:
             if tensor.shape != old.shape or tensor.dtype != old.dtype:   # resized, or replaced through `.data`
                 tensor.data = old
-            elif not same_bits(tensor, old):   # a write, even of equal values, would look like a change
+            elif has_memory(tensor) and not same_bits(tensor, old):   # a write, even of equal values, would look like a change
                 tensor.detach().copy_(old)
 
 
@@ -58,9 +58,14 @@ def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     around a small adapter.
     """
     yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.layout is torch.strided)
-    frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad and param.untyped_storage().nbytes()}
+    frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad and has_memory(param)}
     if sum(param.nbytes for param in frozen.values()) <= sum(param.nbytes for param in model.parameters() if param.requires_grad):
         yield from frozen.items()
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """False for a released parameter of a unit: it has nothing to put back, as a write to what is gathered is an error."""
+    return tensor.untyped_storage().nbytes() > 0
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
