@@ -17,6 +17,8 @@ import rankloom as rl
 from awkward import adamw, drawn, loss_sum, share, train_plainly
 from blocky import make_blocky, make_turns
 from rankloom.base.errors import CollectiveTimeout, NonFinite, UnitError
+from rankloom.models.config import GPTConfig
+from rankloom.models.loss import language_model_loss
 from rankloom.parallel.wrapping import section_names
 from rankloom.shard.offload import Host
 
@@ -279,6 +281,23 @@ def unlikely(model, batch):
 
 
 COMMON_THEN_RARE = ROWS, torch.tensor([0, 1, 2, 1, 0, 2, 7, 8, 9, 10, 11, 6])
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["own", "tied"])
+@pytest.mark.parametrize("units", [500, nn.Linear, nn.Embedding], ids=str)
+def test_the_output_matrix_of_a_gpt_stays_with_the_root_whatever_units_hold_its_module(units, tie):
+    """The model reads it when the module that has it does not run, or runs no more."""
+    tokens = torch.randint(0, 37, (4, 13), generator=torch.Generator().manual_seed(0))
+
+    def body(world, **options):
+        model = rl.GPT(GPTConfig(vocab_size=37, seq_len=12, width=24, layers=2, heads=2, kv_heads=1, ffn=24, tie=tie), dtype=torch.float64)
+        engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, **options)
+        return [engine.step(share((tokens[:, :-1], tokens[:, 1:]), world.rank, world.size)).loss for _ in range(3)]
+
+    alone, = rl.simulate(1, body)
+    for losses in rl.simulate(2, lambda world: body(world, stage=3, units=units)):
+        torch.testing.assert_close(losses, alone, rtol=1e-12, atol=0)
+
 
 
 def test_the_parts_of_an_adaptive_softmax_are_no_blocks_for_not_every_rank_calls_them():

@@ -153,6 +153,10 @@ class GPT(nn.Module):
         """The matrix [V, W] that turns hidden states into logits."""
         return self.embedding.weight if self.head is None else self.head.weight   # type: ignore[return-value]
 
+    def parameters_read_by_forward(self) -> list[nn.Parameter]:
+        """The output matrix: of a module inside, which does not run then. So it is gathered with the root (parallel/wrapping.py)."""
+        return [self.output_weight]
+
     @property
     def tp_plan(self) -> dict[str, str]:
         """How `rankloom.tensor_parallel` cuts this model: module names -> styles of Hugging Face's plans, and a few of our own."""
