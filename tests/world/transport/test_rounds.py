@@ -17,7 +17,7 @@ from conformance.ranks import Ranks
 from conformance.test_collectives import run_and_check
 from patience import AT_ONCE
 from rankloom.base.errors import CollectiveMismatch, DeviceError, RankLost, ShapeMismatch
-from rankloom.world.transport import arithmetic, codes, device, fallback, rounds
+from rankloom.world.transport import arithmetic, codes, device, fallback, operands, rounds
 from rankloom.world.transport.device_group import DeviceGroup
 from world.transport.twin import Twin
 
@@ -130,7 +130,7 @@ def test_pieces_are_combined_to_the_bits_of_the_kernel_in_shared_memory(dtype, p
         numbers = torch.from_numpy(rng.uniform(0.5, 2, (pieces, 33))).to(dtype) if dtype.is_floating_point else torch.from_numpy(
             rng.integers(0, 256, (pieces, 33 * dtype.itemsize), dtype=np.uint8)).view(dtype)
         given_bytes = [x.view(torch.uint8) for x in numbers]
-        code = list(rounds.DTYPES).index(dtype)
+        code = operands.NUMBERS[dtype]
         wanted = fallback.combine(code, op, [x.numpy().copy() for x in given_bytes])
         targets = given_bytes if in_place else [torch.zeros_like(given_bytes[0])]
         arithmetic.combine(targets, given_bytes, dtype, op)

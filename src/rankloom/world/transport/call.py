@@ -6,22 +6,22 @@ else one for all. Arrays can be cut, sent, and passed on to another kernel.
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
 
 from rankloom.world.transport.codes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BARRIER, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
-from rankloom.world.transport.fallback_peers import memory_at
 from rankloom.world.transport.operands import NUMBERS
 
 LARGEST = 32 << 20   # bytes of the largest piece of scratch memory that is kept for reuse
 EMPTY = np.empty(0, np.uint8)
 DTYPES = list(NUMBERS)
 Said = tuple[int, int, int, int, int]
-Spans = list[tuple[int, int]]
+Memory = TypeVar("Memory", np.ndarray, torch.Tensor)   # bytes, [n]
 EACH = -1         # a lane for each rank
 LANES = {         # read by the root and by others, written by the root and by others; without a root all are alike
     ALL_REDUCE: (1, 1, 1, 1), REDUCE: (1, 1, 1, 0), BROADCAST: (1, 0, 0, 1), ALL_GATHER: (1, 1, EACH, EACH), GATHER: (1, 1, EACH, 0),
@@ -30,9 +30,9 @@ DEALT = tuple(kind for kind, (by_root, *_) in LANES.items() if by_root == EACH) 
 OWN_LENGTHS = tuple(kind for kind, lanes in LANES.items() if EACH in lanes)   # each pair of ranks may have another length
 
 
-@dataclass(frozen=True)
-class Call:
-    """A collective as one rank sees it.
+@dataclass(frozen=True, eq=False)
+class Call(Generic[Memory]):
+    """A collective as one rank sees it, in the memory of the host (arrays) or of a device (tensors of bytes).
 
     said:    kind, number type, operation, root, and the number of bytes that all must agree on (0: lengths may differ)
     inputs:  one lane for each rank, or one for all; none if this rank sends nothing
@@ -40,9 +40,27 @@ class Call:
     """
 
     said: Said
-    inputs: Sequence[np.ndarray]
-    outputs: Sequence[np.ndarray]
+    inputs: Sequence[Memory]
+    outputs: Sequence[Memory]
     timeout: float
+
+    @classmethod
+    def read(cls, rank: int, size: int, memory: Callable[[int, int], Memory], arguments: Sequence[Any]) -> Self:
+        """A rank's call, from a kernel's arguments: kind, number, op, root, address to read, address to write, lengths, time-out.
+
+        memory: gives the bytes at an address, so many
+        """
+        kind, number, op, root, source, target, lengths, timeout = arguments
+        in_lanes, out_lanes = (size if lanes == EACH else lanes for lanes in LANES[kind][0 if rank == root else 1::2])
+        if isinstance(lengths, bytes):
+            in_at, in_len, out_at, out_len = np.frombuffer(lengths, np.uint64).reshape(4, size).tolist()
+        else:
+            in_at = out_at = [lane * lengths for lane in range(size)]
+            in_len = out_len = [lengths] * size
+        inputs = [memory(source + at, n) for at, n, _ in zip(in_at, in_len, range(in_lanes))]
+        outputs = [memory(target + at, n) for at, n, _ in zip(out_at, out_len, range(out_lanes))]
+        nbytes = 0 if isinstance(lengths, bytes) or kind in OWN_LENGTHS else lengths
+        return cls((kind, number, op, root, nbytes), inputs, outputs, timeout)
 
     @property
     def kind(self) -> int:
@@ -64,38 +82,18 @@ class Call:
         """The rank that sends or receives, in kinds that have a root."""
         return self.said[3]
 
+    def sources(self, size: int) -> Sequence[int]:
+        """The ranks that send something to this one: one for each output, or all for a single output."""
+        if not self.outputs:
+            return ()
+        return (self.root,) if self.kind in (BROADCAST, SCATTER) else range(size)
+
     def lengths(self, size: int) -> list[int]:
-        """Bytes for rank 0, 1, ..., then bytes expected from rank 0, 1, ...; -1: nothing. Empty where `said` fixes the length."""
-        if self.kind not in OWN_LENGTHS:
-            return []
-        has, expects = [x.size for x in self.inputs], [x.size for x in self.outputs]
-        if self.kind == SCATTER:
-            expects = [expects[0] if rank == self.root else -1 for rank in range(size)]
-        return [lane for lanes in (has, expects) for lane in (lanes * size if len(lanes) == 1 else lanes or [-1] * size)]
-
-
-def read_spans(rank: int, size: int, said: Sequence[int], source: int, target: int, lengths: int | bytes) -> tuple[Said, Spans, Spans]:
-    """What a rank says of a call, as in `Call`, and the address and length of each lane that it reads and of each that it writes.
-
-    These are the arguments of a kernel: kind, number, op and root; addresses to read and to write; lengths.
-    """
-    kind, number, op, root = said
-    in_lanes, out_lanes = (size if lanes == EACH else lanes for lanes in LANES[kind][0 if rank == root else 1::2])
-    if isinstance(lengths, bytes):
-        in_at, in_len, out_at, out_len = np.frombuffer(lengths, np.uint64).reshape(4, size).tolist()
-    else:
-        in_at = out_at = [lane * lengths for lane in range(size)]
-        in_len = out_len = [lengths] * size
-    inputs = [(source + at, n) for at, n, _ in zip(in_at, in_len, range(in_lanes))]
-    outputs = [(target + at, n) for at, n, _ in zip(out_at, out_len, range(out_lanes))]
-    nbytes = 0 if isinstance(lengths, bytes) or kind in OWN_LENGTHS else lengths
-    return (kind, number, op, root, nbytes), inputs, outputs
-
-
-def read_call(rank: int, size: int, said: Sequence[int], source: int, target: int, lengths: int | bytes, *, timeout: float) -> Call:
-    """The call of a rank, from the arguments of a kernel, in the memory of this process."""
-    told, inputs, outputs = read_spans(rank, size, said, source, target, lengths)
-    return Call(told, [memory_at(*span) for span in inputs], [memory_at(*span) for span in outputs], timeout)
+        """Bytes for rank 0, 1, ..., then bytes expected from rank 0, 1, ...; -1: nothing."""
+        has: list[int] = [len(x) for x in self.inputs] or [-1]
+        wants: list[int] = [len(x) for x in self.outputs]
+        expects: dict[int, int] = dict(zip(self.sources(size), wants if len(wants) > 1 else wants * size))
+        return [*(has if len(has) > 1 else has * size), *(expects.get(rank, -1) for rank in range(size))]
 
 
 class Scratch:

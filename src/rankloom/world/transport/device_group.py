@@ -79,7 +79,7 @@ class DeviceGroup(SharedMemoryGroup):
             self._rounds = self._rounds or Rounds(self.channel, self._device, self._regions, self._flags)
             device = self._device
             with device.behind(device.caller()):
-                self._rounds.run(call, timeout)
+                self._rounds.run((*call, timeout))
                 for back in filter(None, backs):
                     device.run(back)
                 ending = device.end()

@@ -23,13 +23,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rankloom.world.transport.call import DEALT, OWN_LENGTHS, Call, read_call
+from rankloom.world.transport.call import DEALT, OWN_LENGTHS, Call
 from rankloom.world.transport.codes import (
     ALL_REDUCE,
     AVG,
     BAND,
     BOR,
-    BROADCAST,
     BXOR,
     FINE,
     FORKED,
@@ -39,12 +38,11 @@ from rankloom.world.transport.codes import (
     PRODUCT,
     REDUCE,
     REDUCE_SCATTER,
-    SCATTER,
     SUM,
     WRONG_LENGTH,
 )
 from rankloom.world.transport.fallback_messages import Exchanges, Post
-from rankloom.world.transport.fallback_peers import SLOT, Peers
+from rankloom.world.transport.fallback_peers import SLOT, Peers, memory_at
 from rankloom.world.transport.fallback_peers import segment_size as segment_size
 from rankloom.world.transport.turns import Turns
 
@@ -87,7 +85,7 @@ class Windows:
         """Tell the others what this rank is about to do, for the next meeting."""
         memory, rank, p = self._peers.memory, self._peers.rank, self._peers.ranks
         memory.said[turn, rank] = *call.said, max((x.size for x in call.inputs), default=0)
-        lengths = call.lengths(p) or [-1] * 2 * p   # none: lengths are as the call says
+        lengths = call.lengths(p)
         memory.sends[turn, rank], memory.wants[turn, rank] = lengths[:p], lengths[p:]
 
     def _compare(self, turn: int) -> int:
@@ -114,9 +112,8 @@ class Windows:
         if reduces and targets:
             targets[0][:] = combine(call.said[1], call.op, [slot[begin:begin + targets[0].size] for slot in slots])
         elif not reduces:
-            first = call.root if call.kind in (BROADCAST, SCATTER) else 0
-            for slot, out in zip(slots[first:], targets):
-                out[:] = slot[begin:begin + out.size]
+            for source, out in zip(call.sources(len(slots)), targets):
+                out[:] = slots[source, begin:begin + out.size]
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -266,8 +263,8 @@ class Link(Exchanges):
         memory = self._peers.memory
         return [tuple(memory.said[met % 2, rank, :5].tolist()) for rank, met in enumerate(memory.arrived.tolist())]
 
-    def _read(self, kind: int, number: int, op: int, root: int, *where: Any) -> Call:
-        source, target, lengths, timeout = where
-        said = kind, number, op, root
-        call = read_call(self._peers.rank, self._peers.ranks, said, source, target, lengths, timeout=timeout)
-        return call if isinstance(lengths, bytes) else replace(call, said=(*said, lengths))   # so that others see the length, as in C
+    def _read(self, *arguments: Any) -> Call:
+        call, lengths = Call.read(self._peers.rank, self._peers.ranks, memory_at, arguments), arguments[6]
+        if isinstance(lengths, bytes):
+            return call
+        return replace(call, said=(*call.said[:4], lengths))   # so that others see the length, as in C

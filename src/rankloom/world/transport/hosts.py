@@ -17,7 +17,7 @@ from torch import Tensor
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport.address import own_address
 from rankloom.world.transport.buffers import Buffers
-from rankloom.world.transport.call import Call, read_call
+from rankloom.world.transport.call import Call
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import ABORTED, BARRIER, FINE, FORKED, LEFT, LOST, bytes_of
 from rankloom.world.transport.dial import dial_all
@@ -172,6 +172,5 @@ class HostsLink(Exchanges):
             why = self._wire.wait([m], time.monotonic() + seconds, breaks=breaks)
         return -why if why else m.peer
 
-    def _read(self, kind: int, number: int, op: int, root: int, *where: Any) -> Call:
-        source, target, lengths, timeout = where
-        return read_call(self._rank, self._size, (kind, number, op, root), source, target, lengths, timeout=timeout)
+    def _read(self, *arguments: Any) -> Call:
+        return Call.read(self._rank, self._size, memory_at, arguments)

@@ -92,7 +92,8 @@ class Levels:
     def _begin(self, call: Call) -> np.ndarray:
         """Compare this call with those of the other ranks of this host; the first rank tells the other hosts. Returns a row for each."""
         self._check(self._wire.begin_call(call.said))
-        mine = np.array([*call.said, *call.lengths(self._wire.size)])
+        lengths = call.lengths(self._wire.size) if call.kind in OWN_LENGTHS else []   # of others, `said` has the length
+        mine = np.array([*call.said, *lengths])
         rows = np.empty((len(self.my.node), mine.size), np.int64)
         # Rows have other lengths only if kinds differ.
         self._inside(ALL_GATHER, [mine.view(np.uint8)], list(rows.view(np.uint8)), wrong_length=MISMATCHED)

@@ -34,17 +34,15 @@ from torch import Tensor
 
 from rankloom.base.errors import CollectiveMismatch
 from rankloom.world.transport.arithmetic import combine
-from rankloom.world.transport.call import DEALT, DTYPES, Said, read_spans
+from rankloom.world.transport.call import DEALT, Call
 from rankloom.world.transport.channel import Channel, table_of_calls
 from rankloom.world.transport.codes import (
     ALL_GATHER,
     ALL_REDUCE,
     BARRIER,
-    BROADCAST,
     KINDS,
     REDUCE,
     REDUCE_SCATTER,
-    SCATTER,
     SUM,
 )
 from rankloom.world.transport.device import NOWHERE, Device, Flags, Regions, share_memory
@@ -75,16 +73,12 @@ def shares(nbytes: int, ranks: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Lanes:
-    """A collective whose inputs and outputs are byte tensors. As in `Call`: one lane for each rank, one for all, or none.
+class DeviceCall(Call[Tensor]):
+    """A call in a device's memory, cut in windows.
 
     kept: what was made of it by `once`. Calls come again, with the same arguments, and views of memory cost more to make than to use
     """
 
-    said: Said
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
-    timeout: float
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, make: Callable[..., Any], *args: Any) -> Any:
@@ -96,11 +90,6 @@ class Lanes:
             self.kept[key] = make(*args)
         return self.kept[key]
 
-    @property
-    def kind(self) -> int:
-        """Which collective it is."""
-        return self.said[0]
-
     @cached_property
     def longest(self) -> int:
         """The bytes of its longest lane on this rank."""
@@ -110,33 +99,17 @@ class Lanes:
         """The number of bytes of each lane in a window."""
         return SLOT // (ranks if self.kind in DEALT else 1) // GRAIN * GRAIN
 
-    def sources(self, ranks: int) -> Sequence[int]:
-        """The ranks that send something: one for each output, or all for a single output."""
-        if not self.outputs:
-            return ()
-        return (self.said[3],) if self.kind in (BROADCAST, SCATTER) else range(ranks)
-
-    def in_shares(self, rank: int, ranks: int) -> tuple["Lanes", "Lanes"]:
+    def in_shares(self, rank: int, ranks: int) -> tuple["DeviceCall", "DeviceCall"]:
         """An all-reduce as a reduce-scatter and an all-gather of shares."""
         x, said = self.inputs[0], self.said[1:]
         parts = [x[begin:end] for begin, end in shares(len(x), ranks)]
-        return (Lanes((REDUCE_SCATTER, *said), parts, parts[rank:rank + 1], self.timeout),
-                Lanes((ALL_GATHER, *said), parts[rank:rank + 1], parts, self.timeout))
+        return (DeviceCall((REDUCE_SCATTER, *said), parts, parts[rank:rank + 1], self.timeout),
+                DeviceCall((ALL_GATHER, *said), parts[rank:rank + 1], parts, self.timeout))
 
     def row(self, home: tuple[int, int], ranks: int) -> "ctypes.Array[ctypes.c_int64]":
         """What all must agree on; the region of the input; the bytes that this rank has for each rank, and expects from each."""
-        lengths, wants = [len(x) for x in self.inputs], [-1] * ranks
-        outputs = self.outputs if len(self.outputs) > 1 else [*self.outputs] * ranks
-        for source, out in zip(self.sources(ranks), outputs):
-            wants[source] = len(out)
-        said = [*self.said, *home, *(lengths if len(lengths) > 1 else (lengths or [0]) * ranks), *wants]
-        return (ctypes.c_int64 * len(said))(*said)
-
-
-def read_lanes(device: Device, rank: int, ranks: int, call: Sequence[Any], timeout: float) -> Lanes:
-    """The lanes of a call, from the arguments of a kernel."""
-    said, inputs, outputs = read_spans(rank, ranks, call[:4], *call[4:])
-    return Lanes(said, [device.memory(*span) for span in inputs], [device.memory(*span) for span in outputs], timeout)
+        row = [*self.said, *home, *self.lengths(ranks)]
+        return (ctypes.c_int64 * len(row))(*row)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,38 +120,38 @@ class Slots:
     ranks: int
     memory: Sequence[Sequence[Tensor]]
 
-    def fill(self, lanes: Lanes, begin: int, turn: int) -> Steps:
+    def fill(self, call: DeviceCall, begin: int, turn: int) -> Steps:
         """Copies of a window of what the others need to this rank's slot."""
-        slot, width = self.memory[turn][self.rank], lanes.width(self.ranks)
-        pieces = [x[begin:begin + width] for x in lanes.inputs]
+        slot, width = self.memory[turn][self.rank], call.width(self.ranks)
+        pieces = [x[begin:begin + width] for x in call.inputs]
         return [partial(slot[lane * width:][:len(piece)].copy_, piece) for lane, piece in enumerate(pieces) if len(piece)]
 
-    def empty(self, lanes: Lanes, begin: int, turn: int) -> Steps:
+    def empty(self, call: DeviceCall, begin: int, turn: int) -> Steps:
         """Copies of a window of what is for this rank from the slots, or its sum."""
-        width, slots = lanes.width(self.ranks), self.memory[turn]
-        at = self.rank * width if lanes.kind in DEALT else 0
-        targets = [out[begin:begin + width] for out in lanes.outputs]
-        reduces = lanes.kind in REDUCING
-        sources = lanes.sources(self.ranks)
+        width, slots = call.width(self.ranks), self.memory[turn]
+        at = self.rank * width if call.kind in DEALT else 0
+        targets = [out[begin:begin + width] for out in call.outputs]
+        reduces = call.kind in REDUCING
+        sources = call.sources(self.ranks)
         pieces = [slots[source][at:][:len(target)] for source, target in zip(sources, targets * len(sources) if reduces else targets)]
         if reduces:
-            return combining(targets, pieces, lanes)
-        is_home = lambda source, target: (source == self.rank and lanes.kind == ALL_GATHER
-                                          and target.data_ptr() == lanes.inputs[0].data_ptr() + begin)
+            return combining(targets, pieces, call)
+        is_home = lambda source, target: (source == self.rank and call.kind == ALL_GATHER
+                                          and target.data_ptr() == call.inputs[0].data_ptr() + begin)
         return [partial(target.copy_, piece) for source, target, piece in zip(sources, targets, pieces)
                 if len(target) and not is_home(source, target)]
 
 
-def in_place(lanes: Lanes, regions: Regions, region: int, offset: int) -> Steps:
+def in_place(call: DeviceCall, regions: Regions, region: int, offset: int) -> Steps:
     """The sum of a part of a region, in the memory of all ranks."""
-    pieces = [part[offset:offset + lanes.longest] for part in regions.parts(region)]
-    return combining(pieces, pieces, lanes)
+    pieces = [part[offset:offset + call.longest] for part in regions.parts(region)]
+    return combining(pieces, pieces, call)
 
 
-def combining(targets: Sequence[Tensor], pieces: Sequence[Tensor], lanes: Lanes) -> Steps:
+def combining(targets: Sequence[Tensor], pieces: Sequence[Tensor], call: DeviceCall) -> Steps:
     """What writes the sum of the pieces, or another combination, to each target."""
     is_empty = not (targets and len(targets[0]))
-    return () if is_empty else [partial(combine, targets, pieces, DTYPES[lanes.said[1]], lanes.said[2])]
+    return () if is_empty else [partial(combine, targets, pieces, call.dtype, call.op)]
 
 
 def find_fault(table: np.ndarray, ranks: Sequence[int]) -> str | None:
@@ -217,47 +190,47 @@ class Rounds:
         self._met = 0      # meetings so far
         self._summed = 0   # sums in place so far
         self._table = (ctypes.c_int64 * (channel.size * (LENGTHS + 2 * channel.size)))()   # the rows of all ranks
-        self._read: Callable[..., Lanes] = lru_cache(KEPT)(partial(read_lanes, device, channel.rank, channel.size))
+        self._read = lru_cache(KEPT)(lambda arguments: DeviceCall.read(channel.rank, channel.size, device.memory, arguments))
 
-    def run(self, call: Sequence[Any], timeout: float) -> None:
+    def run(self, arguments: Sequence[Any]) -> None:
         """Submit a collective, given as to a kernel. raises: RankLost, CollectiveTimeout, CollectiveMismatch on all ranks"""
-        size, lanes = self._channel.size, self._read(call, timeout)
-        is_large = lanes.kind == ALL_REDUCE and lanes.longest >= IN_SHARES
-        home = self._regions.find(lanes.inputs[0]) if is_large else NOWHERE
+        size, call = self._channel.size, self._read(arguments)
+        is_large = call.kind == ALL_REDUCE and call.longest >= IN_SHARES
+        home = self._regions.find(call.inputs[0]) if is_large else NOWHERE
         is_staged = home == NOWHERE and not (is_large and size > 2)
         if is_staged:
-            self._submit(self._slots.fill, lanes, 0, (self._met + 1) % 2)
-        longest, homes = self._announce(lanes, home)
+            self._submit(self._slots.fill, call, 0, (self._met + 1) % 2)
+        longest, homes = self._announce(call, home)
         if home != NOWHERE and homes == {home}:
-            self._reduce_in_place(lanes, *home)
+            self._reduce_in_place(call, *home)
         elif is_large and size > 2:
-            for half in lanes.once(lanes.in_shares, self._channel.rank, size):
+            for half in call.once(call.in_shares, self._channel.rank, size):
                 self._pass(half, half.longest, is_staged=False)
         else:
-            self._pass(lanes, longest, is_staged=homes == {NOWHERE})
+            self._pass(call, longest, is_staged=homes == {NOWHERE})
 
-    def _submit(self, steps: Callable[..., Steps], lanes: Lanes, *args: Any) -> None:
-        for step in lanes.once(steps, lanes, *args):
+    def _submit(self, steps: Callable[..., Steps], call: DeviceCall, *args: Any) -> None:
+        for step in call.once(steps, call, *args):
             self._device.run(step)
 
-    def _announce(self, lanes: Lanes, home: tuple[int, int]) -> tuple[int, set[tuple[int, int]]]:
+    def _announce(self, call: DeviceCall, home: tuple[int, int]) -> tuple[int, set[tuple[int, int]]]:
         """The first meeting. Returns the longest lane of all ranks, and the regions of their inputs."""
-        row = lanes.once(lanes.row, home, self._channel.size)
-        self._meet(lanes, told=(ctypes.addressof(row), ctypes.addressof(self._table), ctypes.sizeof(row)))
-        fault, longest, homes = lanes.once(read_rows, bytes(self._table), self._channel.ranks)
+        row = call.once(call.row, home, self._channel.size)
+        self._meet(call, told=(ctypes.addressof(row), ctypes.addressof(self._table), ctypes.sizeof(row)))
+        fault, longest, homes = call.once(read_rows, bytes(self._table), self._channel.ranks)
         if fault:
-            raise CollectiveMismatch(f"{self._channel.where(KINDS[lanes.kind])}: {fault}")
+            raise CollectiveMismatch(f"{self._channel.where(KINDS[call.kind])}: {fault}")
         return longest, homes
 
-    def _pass(self, lanes: Lanes, longest: int, is_staged: bool) -> None:
+    def _pass(self, call: DeviceCall, longest: int, is_staged: bool) -> None:
         """Run all windows; the first may have been staged, and its meeting held, already."""
-        for begin in range(0, max(longest, 1), lanes.width(self._channel.size)):
+        for begin in range(0, max(longest, 1), call.width(self._channel.size)):
             if begin or not is_staged:
-                self._submit(self._slots.fill, lanes, begin, (self._met + 1) % 2)
-                self._meet(lanes)
-            self._submit(self._slots.empty, lanes, begin, self._met % 2)
+                self._submit(self._slots.fill, call, begin, (self._met + 1) % 2)
+                self._meet(call)
+            self._submit(self._slots.empty, call, begin, self._met % 2)
 
-    def _meet(self, lanes: Lanes, told: tuple[int, int, int] = (0, 0, 0), behind: Sequence[int] | None = None) -> None:
+    def _meet(self, call: DeviceCall, told: tuple[int, int, int] = (0, 0, 0), behind: Sequence[int] | None = None) -> None:
         """Meet: all ranks have submitted what came before; what is submitted from here on runs after that of all ranks, or of `behind`.
 
         told: the address of a row for all, that of a table for the rows of all, and the bytes of a row, if any
@@ -266,21 +239,21 @@ class Rounds:
         self._met += 1
         if rank in behind:
             self._device.mark(self._flags[rank], self._met)
-        why = self._channel.link.run(ALL_GATHER if told[2] else BARRIER, BYTES, SUM, 0, *told, lanes.timeout)
+        why = self._channel.link.run(ALL_GATHER if told[2] else BARRIER, BYTES, SUM, 0, *told, call.timeout)
         if why:
             self._lost.release_lost()
-            raise self._channel.explain(why, KINDS[lanes.kind], lanes.timeout)
+            raise self._channel.explain(why, KINDS[call.kind], call.timeout)
         for other in behind:
             if other != rank:
                 self._device.follow(self._flags[other], self._met)
 
-    def _reduce_in_place(self, lanes: Lanes, region: int, offset: int) -> None:
+    def _reduce_in_place(self, call: DeviceCall, region: int, offset: int) -> None:
         self._summed += 1
         adder = -self._summed % self._channel.size
         if adder == self._channel.rank:
             try:
-                self._submit(in_place, lanes, self._regions, region, offset)
+                self._submit(in_place, call, self._regions, region, offset)
             except BaseException:   # of memory on the device, say
                 self._channel.abort()   # the others are on their way to a meeting to which this rank will not come
                 raise
-        self._meet(lanes, behind=[adder])
+        self._meet(call, behind=[adder])
