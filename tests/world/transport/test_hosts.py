@@ -21,12 +21,12 @@ from conformance.test_collectives import run_and_check
 from patience import AT_ONCE, wait_until
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankLost, ShapeMismatch
 from rankloom.world.group import Group
-from rankloom.world.transport import buffers, dial, levels, standing, wire
+from rankloom.world.transport import buffers, dial, levels, position, wire
 from rankloom.world.transport.codes import LEFT
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.hosts import HostsChannel
 from rankloom.world.transport.lines import HEAD
-from rankloom.world.transport.standing import Standing
+from rankloom.world.transport.position import Position
 from rankloom.world.transport.turns import Turns
 from rankloom.world.transport.wire import LEAVING, NEWS, PART, Wire
 from world.transport.test_kernel import in_child
@@ -68,8 +68,8 @@ def nodes_of(hosts):
     return [[rank for rank, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
 
 
-def standing_of(hosts, rank):
-    return Standing(nodes_of(hosts), rank)
+def position_of(hosts, rank):
+    return Position(nodes_of(hosts), rank)
 
 
 def on_every_rank(world, body):
@@ -88,31 +88,31 @@ def all_reduce(group, x):
 @pytest.mark.parametrize("hosts", EVEN + UNEVEN)
 def test_every_lane_is_carried_on_every_host_by_exactly_one_rank_and_at_home_by_its_own(hosts):
     for node in nodes_of(hosts):
-        carried = [rank for row in standing_of(hosts, node[0]).rounds for rank in row if rank is not None]
+        carried = [rank for row in position_of(hosts, node[0]).rounds for rank in row if rank is not None]
         assert sorted(carried) == list(range(len(hosts)))
-        assert list(standing_of(hosts, node[0]).rounds[0]) == node
+        assert list(position_of(hosts, node[0]).rounds[0]) == node
 
 
 @pytest.mark.parametrize("hosts", EVEN + UNEVEN)
 def test_ranks_of_one_host_agree_on_who_carries_what_and_deputies_carry_it(hosts):
     for node in nodes_of(hosts):
-        rounds = standing_of(hosts, node[0]).rounds
-        assert all(standing_of(hosts, rank).rounds == rounds for rank in node)
+        rounds = position_of(hosts, node[0]).rounds
+        assert all(position_of(hosts, rank).rounds == rounds for rank in node)
         for rank in range(len(hosts)):
-            deputy = standing_of(hosts, rank).deputies[nodes_of(hosts).index(node)]
+            deputy = position_of(hosts, rank).deputies[nodes_of(hosts).index(node)]
             assert any(row[node.index(deputy)] == rank for row in rounds)
 
 
 def test_who_carries_what_is_known_before_the_first_call(ranks, monkeypatch):
     """It does not change, and takes as long as there are ranks."""
     world = ranks("abab")
-    monkeypatch.setattr(standing, "_rounds", None)
+    monkeypatch.setattr(position, "_rounds", None)
     assert world.run(lambda rank: Group(world.groups[rank]).all_gather(torch.tensor([rank])).tolist()) == [[0, 1, 2, 3]] * 4
 
 
 @pytest.mark.parametrize("hosts", EVEN)
 def test_where_hosts_are_equal_every_rank_is_in_one_team_that_has_one_rank_of_each_host(hosts):
-    teams = {tuple(standing_of(hosts, rank).team) for rank in range(len(hosts))}
+    teams = {tuple(position_of(hosts, rank).team) for rank in range(len(hosts))}
     assert sorted(rank for team in teams for rank in team) == list(range(len(hosts)))
     assert all(len({hosts[rank] for rank in team}) == len(set(hosts)) == len(team) for team in teams)
 
@@ -120,7 +120,7 @@ def test_where_hosts_are_equal_every_rank_is_in_one_team_that_has_one_rank_of_ea
 @pytest.mark.parametrize("hosts", UNEVEN)
 def test_where_hosts_differ_in_size_their_first_ranks_are_the_only_team(hosts):
     firsts = [node[0] for node in nodes_of(hosts)]
-    assert [standing_of(hosts, rank).team for rank in range(len(hosts))] == [firsts if rank in firsts else [] for rank in range(len(hosts))]
+    assert [position_of(hosts, rank).team for rank in range(len(hosts))] == [firsts if rank in firsts else [] for rank in range(len(hosts))]
 
 
 # ---------------------------------------------------------------- values

@@ -5,10 +5,10 @@
     one rank's end   channel.py: a link, and the text of its errors; buffers.py: memory that all ranks map
     links            one host: _shared.c, or in Python, to read and for hosts without a compiler, fallback.py (collectives),
                      fallback_messages.py, fallback_peers.py (what the ranks share)
-                     several hosts: hosts.py, with levels.py and standing.py (collectives), wire.py, lines.py and dial.py (messages),
+                     several hosts: hosts.py, with levels.py and position.py (collectives), wire.py, lines.py and dial.py (messages),
                      roll.py (which call each rank has begun)
                      codes.py: the numbers that callers and links share
-                     the links in Python share call.py (a call as a value) and turns.py (one call after the other)
+                     the links in Python share call.py (a call as a value; rounds.py has it too) and turns.py (one call after the other)
     one shared GPU   device_group.py, with rounds.py (collectives), parcels.py (messages) and arithmetic.py, on the interface of
                      device.py, which cuda.py implements (cuda_driver.py, cuda_sum.py)
     other GPUs       nccl.py: one for each rank; through_host.py: some ranks share one

@@ -8,7 +8,7 @@ one window is between the hosts, the next is inside.
 
 The order of additions depends neither on sizes nor on timing, and all ranks end with the same bits. 16-bit floats are
 added in fp32, and rounded once, at the end. Data that is not reduced travels between two hosts once, directly to its destination.
-hosts.py uses this file; standing.py says who carries what; wire.py carries what goes between hosts.
+hosts.py uses this file; position.py says who carries what; wire.py carries what goes between hosts.
 """
 
 import time
@@ -39,7 +39,7 @@ from rankloom.world.transport.codes import (
 )
 from rankloom.world.transport.lines import Message
 from rankloom.world.transport.operands import BYTES, lengths_table
-from rankloom.world.transport.standing import Standing
+from rankloom.world.transport.position import Position
 from rankloom.world.transport.wire import PART, Wire
 
 WINDOW = 2 << 20   # bytes of one share
@@ -69,7 +69,7 @@ class Levels:
     """
 
     def __init__(self, nodes: Sequence[Sequence[int]], rank: int, wire: Wire, link: Any):
-        self.my, self._wire, self._link = Standing(nodes, rank), wire, link
+        self.my, self._wire, self._link = Position(nodes, rank), wire, link
         self._scratch = Scratch()
         self._deadline = 0.0
         self._under_way: list[Message] = []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 
-class Standing:
+class Position:
     """What one rank knows of it. A lane is what one rank gives, or gets.
 
     nodes:    the ranks of each host
