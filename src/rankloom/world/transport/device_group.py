@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport import operands
-from rankloom.world.transport.codes import ANYONE, BARRIER, LEFT
+from rankloom.world.transport.codes import BARRIER
 from rankloom.world.transport.device import Device, Ending, Flags, Regions, share_memory
 from rankloom.world.transport.operands import Finish
 from rankloom.world.transport.parcels import NOTE, Parcels
@@ -63,36 +63,22 @@ class DeviceGroup(SharedMemoryGroup):
         """Block until the device has done all work that this rank has submitted."""
         self._device.finish()
 
-    def _start(self, call: Any, opts: Any, result: Sequence[Tensor], keep: Sequence[object] = (), *backs: Finish | None) -> Work:
-        if call[3]:
-            operands.expect_rank(call[3], self.size(), self._where(call[0]))
-        tensors = [*listed_tensors([result, keep])]
-        self._expect_here(tensors, call[0])
-        timeout = opts.timeout.total_seconds()
-        if timeout <= 0:   # unset
-            timeout = self.channel.timeout
+    def _make(self, call: Sequence[Any], is_async: bool, result: Sequence[Tensor], keep: Sequence[object], backs: list[Finish]) -> Work:
+        device = self._device
         if call[0] == BARRIER:   # the only call for which the host waits
-            with self._device.behind(self._device.caller()):
-                self._device.finish()
-            return super()._start(call, opts, result)
-        with self._turn:
-            self._rounds = self._rounds or Rounds(self.channel, self._device, self._regions, self._flags)
-            device = self._device
             with device.behind(device.caller()):
-                self._rounds.run((*call, timeout))
-                for back in filter(None, backs):
+                device.finish()
+            return super()._make(call, is_async, result, keep, backs)
+        with self._turn:
+            self._rounds = self._rounds or Rounds(self.channel, device, self._regions, self._flags)
+            with device.behind(device.caller()):
+                self._rounds.run(call)
+                for back in backs:
                     device.run(back)
                 ending = device.end()
-        return self._work(ending, result, tensors, waits=not opts.asyncOp)
+        return self._work(ending, result, [*listed_tensors([result, keep])], waits=not is_async)
 
-    def _post(self, sending: int, flat: Tensor, x: Tensor, peer: int, tag: int, back: Finish | None) -> Work:
-        label = "send" if sending else "recv"
-        if self.channel.closed:
-            raise self.channel.explain(LEFT, label)
-        self._expect_here([x], label)
-        operands.expect_tag(tag, self._where(label))
-        if sending or peer != ANYONE:
-            operands.expect_rank(peer, self.size(), self._where(label))
+    def _message(self, sending: int, flat: Tensor, x: Tensor, peer: int, tag: int, back: Finish | None) -> Work:
         inside = self._device.memory(flat.data_ptr(), flat.nbytes)
         if sending:
             return self._work(self._parcels.send(inside, flat.nbytes | operands.SIZE_TYPE[x.dtype], peer, tag), [x], [flat], waits=False)
@@ -108,8 +94,8 @@ class DeviceGroup(SharedMemoryGroup):
             self._device.keep(tensors)
         return DeviceWork(self._device, ending, result, is_awaited=waits)
 
-    def _expect_here(self, tensors: Sequence[Tensor], label: int | str) -> None:
-        for x in tensors:
+    def _expect_here(self, tensors: Sequence[object], label: int | str) -> None:
+        for x in listed_tensors(tensors):
             if x.device != self._device.device:
                 raise ShapeMismatch(f"{self._where(label)}: a tensor on {x.device} in a call on {self._device.device}; one rank of a "
                                     "group uses one device")

@@ -255,6 +255,15 @@ def lengths_table(in_at: Sequence[int], in_lengths: Sequence[int], out_at: Seque
     return array.array("Q", [*in_at, *in_lengths, *out_at, *out_lengths]).tobytes()
 
 
+def table_of(given: Sequence[Tensor], targets: Sequence[Tensor], size: int) -> bytes:
+    """`lengths_table` of tensors: of either kind one for each rank, one for all, or none."""
+    rows: list[list[int]] = []
+    for tensors in (given, targets):
+        each = [*tensors] * (size if len(tensors) == 1 else 1)
+        rows += [x.data_ptr() for x in each] or [0] * size, [x.nbytes for x in each] or [0] * size
+    return lengths_table(*rows)
+
+
 def cut_rows(x: Tensor, rows: Sequence[int], parts: int, label: str) -> tuple[list[int], list[int]]:
     """The offsets of shares of `rows` rows each in `x`, and their lengths, in bytes; if `rows` is empty, shares are equal."""
     there = x.shape[0] if x.dim() else 0
@@ -284,6 +293,13 @@ def expect_tag(tag: object, label: str) -> None:
     """raises: ConfigError when messages cannot carry this tag"""
     if not is_tag(tag):
         raise ConfigError(f"{label}: the tag is {tag!r}; expected a whole number from 0 to 2**63 - 1")
+
+
+def only_one(items: Sequence[Any], label: str) -> Any:
+    """The one tensor, or list of tensors, that a call of torch wraps in a list. raises: ShapeMismatch when there is not just one"""
+    if len(items) != 1:
+        raise ShapeMismatch(f"{label}: {len(items)} tensors given, expected 1: one device for each rank")
+    return items[0]
 
 
 def expect_one_each(tensors: Sequence[Tensor], size: int, label: str, what: str) -> None:

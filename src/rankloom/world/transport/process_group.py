@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport import operands
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.channel import Channel
@@ -37,7 +36,7 @@ from rankloom.world.transport.codes import (
 from rankloom.world.transport.forms import in_either_form
 from rankloom.world.transport.hosts import HostsBuffers, HostsChannel
 from rankloom.world.transport.meet import find_neighbours, name_of
-from rankloom.world.transport.operands import BYTES, Finish, countable, dense, dense_output, number_of
+from rankloom.world.transport.operands import BYTES, Finish, countable, dense, dense_output, number_of, only_one
 from rankloom.world.transport.profiled import profiled
 from rankloom.world.transport.sparse import all_reduce_sparse
 from rankloom.world.transport.work import DONE, AsBackend, Herald, Pending, PendingCollective, PendingMessage, Unwatched, Work, last_of
@@ -130,7 +129,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Combine over the ranks, in place."""
         opts = opts or c10d.AllreduceOptions()
-        x = _only(tensors, "all_reduce")
+        x = only_one(tensors, "all_reduce")
         return all_reduce_sparse(self, x, opts) if x.layout == torch.sparse_coo else self._reduce(ALL_REDUCE, x, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -142,7 +141,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Combine over the ranks; the root gets the result."""
         opts = opts or c10d.ReduceOptions()
-        return self._reduce(REDUCE, _only(tensors, "reduce"), opts, opts.rootRank)
+        return self._reduce(REDUCE, only_one(tensors, "reduce"), opts, opts.rootRank)
 
     def _reduce(self, kind: int, x: Tensor, opts: Any, root: int = 0) -> Work:
         flat, number, op, back = countable(x, opts.reduceOp, self._where(kind), self.size())
@@ -155,14 +154,13 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         """Rank r gets the combination of all ranks' r-th tensors; lengths may differ between r."""
         opts = opts or c10d.ReduceScatterOptions()
-        out, parts = _only(outputs, "reduce_scatter"), _only(inputs, "reduce_scatter")
+        out, parts = only_one(outputs, "reduce_scatter"), only_one(inputs, "reduce_scatter")
         operands.expect_one_each(parts, self.size(), "reduce_scatter", "input")
         where = self._where(REDUCE_SCATTER)
         target, number, op, back = countable(out, opts.reduceOp, where, self.size())
         operands.expect_dtype(out, parts, where)
         given = operands.all_untouched([countable(part.detach(), opts.reduceOp, where, 1)[0] for part in parts], [target])
-        mine = [target.nbytes] * self.size()
-        table = operands.lengths_table([x.data_ptr() for x in given], [x.nbytes for x in given], [target.data_ptr()] * self.size(), mine)
+        table = operands.table_of(given, [target], self.size())
         return self._start((REDUCE_SCATTER, number, op, 0, 0, 0, table), opts, [out], [given, target], back)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -190,7 +188,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Overwrite with the root's tensor."""
         opts = opts or c10d.BroadcastOptions()
-        x = _only(tensors, "broadcast")
+        x = only_one(tensors, "broadcast")
         flat, back = dense_output(x, self._where(BROADCAST))
         address = flat.data_ptr()
         return self._start((BROADCAST, number_of(x), SUM, opts.rootRank, address, address, flat.nbytes), opts, [x], [flat],
@@ -211,7 +209,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     @in_either_form
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """All ranks' tensors, each to its place in a list; lengths may differ between ranks."""
-        return self._into_list(ALL_GATHER, _only(outputs, "all_gather"), _only(inputs, "all_gather"),
+        return self._into_list(ALL_GATHER, only_one(outputs, "all_gather"), only_one(inputs, "all_gather"),
                                opts or c10d.AllgatherOptions())
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
@@ -229,7 +227,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """All ranks' tensors, into the root's list."""
         opts = opts or c10d.GatherOptions()
-        return self._into_list(GATHER, outputs[0] if outputs else [], _only(inputs, "gather"), opts, opts.rootRank)
+        return self._into_list(GATHER, outputs[0] if outputs else [], only_one(inputs, "gather"), opts, opts.rootRank)
 
     def _into_list(self, kind: int, outputs: list[Tensor], x: Tensor, opts: Any, root: int = 0) -> Work:
         where = self._where(kind)
@@ -238,9 +236,8 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
             operands.expect_one_each(outputs, self.size(), where, "output")
         operands.expect_dtype(x, outputs, where)
         targets, backs = zip(*(dense_output(out, where) for out in outputs)) if outputs else ((), ())
-        given, none = operands.all_untouched([given], targets)[0], [0] * self.size()
-        at, lengths = ([t.data_ptr() for t in targets], [t.nbytes for t in targets]) if outputs else (none, none)
-        table = operands.lengths_table([given.data_ptr()] * self.size(), [given.nbytes] * self.size(), at, lengths)
+        given = operands.all_untouched([given], targets)[0]
+        table = operands.table_of([given], targets, self.size())
         return self._start((kind, number_of(x), SUM, root, 0, 0, table), opts, outputs, [given, targets], *backs)
 
     @in_either_form
@@ -248,14 +245,13 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         """The root's r-th tensor goes to rank r."""
         opts = opts or c10d.ScatterOptions()
         where = self._where(SCATTER)
-        out, parts = _only(outputs, "scatter"), [dense(x, where) for x in (inputs[0] if inputs else [])]
+        out, parts = only_one(outputs, "scatter"), [dense(x, where) for x in (inputs[0] if inputs else [])]
         if self.rank() == opts.rootRank:
             operands.expect_one_each(parts, self.size(), where, "input")
         operands.expect_dtype(out, parts, where)
         target, back = dense_output(out, where)
-        parts, none = operands.all_untouched(parts, [target]), [0] * self.size()
-        at, lengths = ([x.data_ptr() for x in parts], [x.nbytes for x in parts]) if parts else (none, none)
-        table = operands.lengths_table(at, lengths, [target.data_ptr()] * self.size(), [target.nbytes] * self.size())
+        parts = operands.all_untouched(parts, [target])
+        table = operands.table_of(parts, [target], self.size())
         return self._start((SCATTER, number_of(out), SUM, opts.rootRank, 0, 0, table), opts, [out], [parts, target], back)
 
     @in_either_form
@@ -287,8 +283,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         operands.expect_dtype(outputs[0], [*outputs, *inputs], where)
         targets, backs = zip(*(dense_output(out, where) for out in outputs))
         given = operands.all_untouched([dense(x, where) for x in inputs], targets)
-        table = operands.lengths_table([x.data_ptr() for x in given], [x.nbytes for x in given], [t.data_ptr() for t in targets],
-                       [t.nbytes for t in targets])
+        table = operands.table_of(given, targets, self.size())
         return self._start((ALL_TO_ALL, number_of(outputs[0]), SUM, 0, 0, 0, table), opts or c10d.AllToAllOptions(), outputs,
                            [given, targets], *backs)
 
@@ -301,12 +296,12 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
         """Send to one rank of this group."""
-        x = _only(tensors, "send")
+        x = only_one(tensors, "send")
         return self._post(1, dense(x, self._where("send")), x, to, tag, None)
 
     def recv(self, tensors: list[Tensor], frm: int, tag: int = 0) -> Work:
         """Receive from one rank of this group."""
-        x = _only(tensors, "recv")
+        x = only_one(tensors, "recv")
         flat, back = dense_output(x, self._where("recv"))
         return self._post(0, flat, x, frm, tag, back)
 
@@ -318,12 +313,14 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         label = "send" if sending else "recv"
         if self.channel.closed:
             raise self.channel.explain(LEFT, label)
+        self._expect_here([x], label)
         operands.expect_tag(tag, self._where(label))
         if sending or peer != ANYONE:
             operands.expect_rank(peer, self.size(), self._where(label))
-        if not x.is_cpu:
-            raise operands.misplaced(x, self._where(label))
-        work = PendingMessage(self.channel, self._herald, label, [x], [flat], [back] if back else [])
+        return self._message(sending, flat, x, peer, tag, back)
+
+    def _message(self, sending: int, flat: Tensor, x: Tensor, peer: int, tag: int, back: Finish | None) -> Work:
+        work = PendingMessage(self.channel, self._herald, "send" if sending else "recv", [x], [flat], [back] if back else [])
         work.peers = (peer,)
         work.handle = self.channel.link.post(sending, flat.data_ptr(), flat.nbytes | operands.SIZE_TYPE[x.dtype], peer, tag)
         return self._remember(work, work.handle)
@@ -347,26 +344,32 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     # ------------------------------------------------------------------ inside
 
     def _start(self, call: Arguments, opts: Any, result: Sequence[Tensor], keep: Sequence[object] = (), *backs: Finish | None) -> Work:
-        """Make one call, at once or in the background."""
+        """Check one call, and make it, at once or in the background."""
         if call[3]:
             operands.expect_rank(call[3], self.size(), self._where(call[0]))
-        one = result[0] if result else keep[0] if keep else None
-        if isinstance(one, Tensor) and not one.is_cpu:   # the other tensors of the call are on the same device
-            raise operands.misplaced(one, self._where(call[0]))
-        timeout = opts.timeout.total_seconds()
-        if timeout <= 0:   # unset
-            timeout = self.channel.timeout
-        if not opts.asyncOp:
-            with profiled(KINDS[call[0]]):
-                why = self.channel.link.run(*call, timeout)
-            if why:
-                raise self.channel.explain(why, KINDS[call[0]], timeout)
-            for back in filter(None, backs):
-                back()
-            return DONE
-        work = PendingCollective(self.channel, self._herald, KINDS[call[0]], result, (result, keep), list(filter(None, backs)))
-        work.ticket, work.timeout = self.channel.link.submit(*call, timeout), timeout
-        return self._remember(work, work.ticket)
+        self._expect_here([*result, *keep], call[0])
+        timeout = opts.timeout.total_seconds()   # 0: unset
+        return self._make((*call, timeout if timeout > 0 else self.channel.timeout), opts.asyncOp, result, keep, [*filter(None, backs)])
+
+    def _make(self, call: Sequence[Any], is_async: bool, result: Sequence[Tensor], keep: Sequence[object], backs: list[Finish]) -> Work:
+        label, timeout = KINDS[call[0]], call[-1]
+        if is_async:
+            work = PendingCollective(self.channel, self._herald, label, result, (result, keep), backs)
+            work.ticket, work.timeout = self.channel.link.submit(*call), timeout
+            return self._remember(work, work.ticket)
+        with profiled(label):
+            why = self.channel.link.run(*call)
+        if why:
+            raise self.channel.explain(why, label, timeout)
+        for back in backs:
+            back()
+        return DONE
+
+    def _expect_here(self, tensors: Sequence[object], label: int | str) -> None:
+        """Refuse tensors on another device. The first is enough: `expect_dtype` has found all of a call in one place."""
+        for x in tensors[:1]:
+            if isinstance(x, Tensor) and not x.is_cpu:
+                raise operands.misplaced(x, self._where(label))
 
     def _remember(self, work: Pending, number: int) -> Work:
         if not number:
@@ -392,9 +395,3 @@ def build(store: dist.Store, rank: int, size: int, timeout: float, *, name: str,
         return SharedMemoryGroup(store, rank, size, spread, HostsBuffers(spread))
     channel = Channel(store, rank, size, timeout=timeout, ranks=ranks, name=name)
     return SharedMemoryGroup(store, rank, size, channel, Buffers(channel))
-
-
-def _only(items: Sequence[Any], label: str) -> Any:
-    if len(items) != 1:
-        raise ShapeMismatch(f"{label}: {len(items)} tensors given, expected 1: one device for each rank")
-    return items[0]
