@@ -218,6 +218,15 @@ def test_what_is_not_in_place_leaves_its_input_alone_and_keeps_no_memory_but_its
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_list_in_place_of_a_tensor_is_refused(case):
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=rf"rank {world.rank}: \w+ in group 'world': operand is of type list, expected a tensor"):
+            algorithms(2)[case].run([1.0, 2.0], world)
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_a_tensor_with_gaps_is_refused_before_anything_is_sent(case):
     def body(world):
         with pytest.raises(rl.NotContiguous, match=rf"rank {world.rank}: \w+ in group 'world': .*\(4, 3\) has strides \(1, 4\)"):

@@ -13,6 +13,7 @@ import rankloom as rl
 from patience import AT_ONCE
 from rankloom.base.cost import all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
 from rankloom.base.tensors import bytes_of
+from rankloom.comm.subgroup import Subgroup
 from rankloom.world.group import Handle
 
 RANKS = [1, 2, 3, 4]
@@ -339,6 +340,36 @@ def test_a_tensor_with_gaps_is_refused_by_name(name):
         return world.ledger.calls
 
     assert rl.simulate(2, body) == [0, 0]
+
+
+@pytest.mark.parametrize("p, backend", [(1, "gloo"), (2, "gloo"), (2, "rankloom")])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_list_in_place_of_a_tensor_is_refused_by_name(name, p, backend):
+    def body(world):
+        for group in (world, Subgroup(world, range(p))):
+            says = rf"rank {world.rank}: \S+ in group '.*': operand is of type list, expected a tensor"
+            with pytest.raises(rl.ConfigError, match=says):
+                COLLECTIVES[name](group, [1.0, 2.0])
+            if name in ("all_gather", "reduce_scatter", "all_to_all"):
+                with pytest.raises(rl.ConfigError, match=says):
+                    COLLECTIVES[name](group, torch.ones(2 * p), out=[1.0, 2.0])
+        return world.ledger.calls
+
+    assert rl.simulate(p, body, backend=backend) == [0] * p
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_list_in_place_of_a_message_is_refused_by_name(backend):
+    def body(world):
+        x, other = [1.0, 2.0], 1 - world.rank
+        calls = {"send": lambda: world.send(x, other), "recv": lambda: world.recv(x, other),
+                 "exchange": lambda: world.exchange(x, other, torch.ones(2), other)}
+        for name, call in [*calls.items(), ("exchange", lambda: world.exchange(torch.ones(2), other, x, other))]:
+            with pytest.raises(rl.ConfigError, match=f"rank {world.rank}: {name} in group 'world': operand is of type list, expected a"):
+                call()
+        return world.ledger.calls
+
+    assert rl.simulate(2, body, backend=backend) == [0, 0]
 
 
 def test_send_and_receive_refuse_tensors_with_gaps_and_ranks_and_tags_that_cannot_be():

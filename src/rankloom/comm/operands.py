@@ -18,7 +18,7 @@ from rankloom.world.transport.operands import expect_operand, is_narrow
 def require_contiguous(x: Tensor, group: Group, label: str) -> Tensor:
     """`x` detached, in the same memory, so that a parameter can be written to. Raises before any rank has sent anything.
 
-    raises: NotContiguous; ConfigError for a tensor with a graph, since collectives have no backward
+    raises: NotContiguous; ConfigError for no tensor, and for one with a graph, since collectives have no backward
     """
     expect_operand(x, group.device, group.where(label))
     return x.detach()
@@ -26,16 +26,18 @@ def require_contiguous(x: Tensor, group: Group, label: str) -> Tensor:
 
 def require_rows(x: Tensor, group: Group, label: str) -> Tensor:
     """As `require_contiguous`, for a tensor that is cut along its first dim. raises: also ShapeMismatch for one without dims"""
+    rows = require_contiguous(x, group, label)
     if x.dim() == 0:
         raise ShapeMismatch(f"{group.where(label)}: a tensor without dims has no rows, expected [rows, ...]; pass x.view(1)")
-    return require_contiguous(x, group, label)
+    return rows
 
 
 def summand(x: Tensor, group: Group, label: str) -> Tensor:
     """`x` detached and flattened, in the same memory: [...] -> [n]. raises: as `require_contiguous`; ConfigError for bool"""
+    flat = require_contiguous(x, group, label).view(-1)
     if x.dtype == torch.bool:
         raise ConfigError(f"{group.where(label)}: the sum of torch.bool is not of that dtype; sum x.int()")
-    return require_contiguous(x, group, label).view(-1)
+    return flat
 
 
 def summing_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,7 @@ from rankloom.comm.broadcast import binomial_broadcast
 from rankloom.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from rankloom.world.group import Group, Handle
 from rankloom.world.pairwise import in_order
-from rankloom.world.transport.operands import completed, is_narrow, reduction
+from rankloom.world.transport.operands import completed, expect_operand, is_narrow
 
 
 class Subgroup(Group):
@@ -70,6 +70,7 @@ class Subgroup(Group):
 
     def all_gather(self, x: Tensor, *, out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
         """All ranks' `x` in rank order, by the ring. [n, ...] on each -> [p*n, ...]"""
+        expect_operand(x, self.device, self.where(label or "all_gather"), alone=self.size == 1)
         rows = x.unsqueeze(0) if x.dim() == 0 else x
         whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
         return self._done(ring_all_gather(rows, self, out=whole) if self.size > 1 else whole, label, async_op)
@@ -99,8 +100,7 @@ class Subgroup(Group):
     def _expect_sum(self, op: str, x: Tensor, label: str) -> None:
         if op not in ("sum", "mean"):
             raise ConfigError(f"{self.where(label)}: op {op!r} is not one of sum, mean; gather, then combine")
-        if refusal := reduction(op, x.dtype)[-1]:
-            raise ConfigError(f"{self.where(label)}: {refusal}")
+        self._operation(op, x, label)
 
     def _done(self, result: Tensor, label: str, async_op: bool) -> Any:
         return Handle(self, label, (), lambda: result) if async_op else result

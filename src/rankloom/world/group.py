@@ -147,14 +147,13 @@ class Group:
         expect_operand(x, self.device, self.where(label or "all_gather"), alone=self.size == 1)
         rows = x.unsqueeze(0) if x.dim() == 0 else x
         whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
+        options = c10d.AllgatherOptions()
+        options.asyncOp, start = async_op, lambda pg: pg._allgather_base(*map(self._moved, (whole, rows)), options)
         if self._goes_directly(x):
             slices = whole.detach().unflatten(0, (self.size, rows.shape[0])).unbind()
-            return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
-                                 start=lambda pg: start_gather(pg, self.rank, rows.detach(), slices), finish=lambda: whole)
-        options = c10d.AllgatherOptions()
-        options.asyncOp = async_op
-        return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size),
-                             start=lambda pg: pg._allgather_base(*map(self._moved, (whole, rows)), options), finish=lambda: whole)
+            start = lambda pg: start_gather(pg, self.rank, rows.detach(), slices)
+        return self._collect("all_gather", rows, label, async_op, bill=all_gather_bill(x.nbytes, self.size), start=start,
+                             finish=lambda: whole)
 
     def reduce_scatter(self, x: Tensor, op: str = "sum", *, out: Tensor | None = None, scratch: Tensor | None = None, label: str = "",
                        async_op: bool = False) -> Any:
@@ -187,12 +186,12 @@ class Group:
         Returns the rows that all ranks sent to this one, in rank order: [sum(recv_rows), ...]. By default shares are equal.
         """
         send_rows, recv_rows = (None if share is None else self._row_counts(share, label) for share in (send_rows, recv_rows))
-        splits = [recv_rows or [], send_rows or []]   # empty: equal shares
-        if send_rows is None and recv_rows is None:
-            if self._at_once and not async_op and (mine := self._at_once.all_to_all(x, out, label)) is not None:
-                return mine
-            send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
+        splits, is_even = [recv_rows or [], send_rows or []], send_rows is None and recv_rows is None   # empty: equal shares
+        if is_even and self._at_once and not async_op and (mine := self._at_once.all_to_all(x, out, label)) is not None:
+            return mine
         expect_operand(x, self.device, self.where(label or "all_to_all"), alone=self.size == 1)
+        if is_even:
+            send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
         send_rows, recv_rows = dealt_rows(x, send_rows, recv_rows, self.rank, self.size, self.where(label or "all_to_all"))
         mine = self._output(out, x, (sum(recv_rows), *x.shape[1:]), label or "all_to_all")
         bill = Bill((x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1)), self.size - 1)
@@ -315,6 +314,8 @@ class Group:
     # ------------------------------------------------------------------ inside
 
     def _operation(self, op: str, x: Tensor, label: str) -> tuple[Any, int]:
+        if not isinstance(x, Tensor):   # all other checks come after the fast path
+            expect_movable(x, self.device, self.where(label))
         torchs, kernels, refusal = reduction(op, x.dtype)
         if refusal:
             raise ConfigError(f"{self.where(label)}: {refusal}")
@@ -362,9 +363,9 @@ class Group:
         """`out`, if it fits, or a new tensor. In a group of one rank: `out` with a copy of the input, or the input itself."""
         if out is None:
             return x.new_empty(shape) if self.size > 1 else x
+        expect_movable(out, self.device, self.where(label))
         if out.shape != shape or out.dtype != x.dtype:
             raise ShapeMismatch(f"{self.where(label)}: out is {tuple(out.shape)} of {out.dtype}, expected {shape} of {x.dtype}")
-        expect_movable(out, self.device, self.where(label))
         if self.size == 1:
             out.detach().copy_(untouched(x, out, 0))   # it may be a parameter
         return out

@@ -40,21 +40,21 @@ class AtOnce:
 
     def all_gather(self, x: Tensor, out: Tensor | None, label: str) -> Tensor | None:
         """All ranks' `x`, in rank order; it may be its part of `out`. x: [n, ...]  out: [p*n, ...]"""
-        if not (shape := x.shape) or not _is_plain(x):
+        if not _is_plain(x) or not (shape := x.shape):
             return None
         whole, nbytes = _shaped(x, out, (shape[0] * self._size, *shape[1:])), x.nbytes
         return self._move(ALL_GATHER, x, whole, nbytes, -self._rank * nbytes, label)
 
     def reduce_scatter(self, x: Tensor, op: int, out: Tensor | None, label: str) -> Tensor | None:
         """Combine this rank's slice of `x` over the ranks; the slice may be `out`. x: [p*n, ...]  out: [n, ...]"""
-        if not (shape := x.shape) or shape[0] % self._size or not _is_plain(x):
+        if not _is_plain(x) or not (shape := x.shape) or shape[0] % self._size:
             return None
         mine, nbytes = _shaped(x, out, (shape[0] // self._size, *shape[1:])), x.nbytes // self._size
         return self._move(REDUCE_SCATTER, x, mine, nbytes, self._rank * nbytes, label, op=op)
 
     def all_to_all(self, x: Tensor, out: Tensor | None, label: str) -> Tensor | None:
         """The r-th slice of `x` goes to rank r. x, out: [p*n, ...]"""
-        if not (shape := x.shape) or shape[0] % self._size or not _is_plain(x):
+        if not _is_plain(x) or not (shape := x.shape) or shape[0] % self._size:
             return None
         nbytes = x.nbytes
         return self._move(ALL_TO_ALL, x, _shaped(x, out, shape), nbytes // self._size, nbytes, label)
@@ -124,11 +124,12 @@ class AtOnce:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return x.is_cpu and x.layout is torch.strided and x.is_contiguous() and not (x.is_conj() or x.is_neg())   # `is_lazy`, without the call
+    return (isinstance(x, Tensor) and x.is_cpu and x.layout is torch.strided and x.is_contiguous()
+            and not (x.is_conj() or x.is_neg()))   # `is_lazy`, without the call
 
 
 def _shaped(x: Tensor, out: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     """`out` if it has this shape, or a new tensor like `x` of this shape; None if `out` cannot be written directly."""
     if out is None:
         return x.new_empty(shape)
-    return out if out.shape == shape and out.dtype == x.dtype and _is_plain(out) else None
+    return out if _is_plain(out) and out.shape == shape and out.dtype == x.dtype else None

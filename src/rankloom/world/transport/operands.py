@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankloom.base.errors import ConfigError, NotContiguous, ShapeMismatch
+from rankloom.base.expect import expect_type
 from rankloom.world.transport.codes import AVG, BAND, BOR, BXOR, MAX, MIN, NUMBER_AT, PRODUCT, SUM
 
 NUMBERS = {dtype: code for code, dtype in enumerate((
@@ -84,8 +85,9 @@ def completed(total: Tensor, op: str, count: int) -> Tensor:
 def expect_movable(x: Tensor, device: torch.device, where: str) -> None:
     """Refuse what a backend would misread: a tensor that it cannot reach, or whose memory does not hold its values in order.
 
-    raises: ShapeMismatch, NotContiguous
+    raises: ShapeMismatch, NotContiguous; ConfigError for what is no tensor
     """
+    expect_type(f"{where}: operand", x, Tensor, "a tensor")
     if x.device.type not in ("cpu", device.type):
         raise ShapeMismatch(f"{where}: a tensor on {x.device} cannot be sent, expected one on {device}")
     if x.layout != torch.strided:
@@ -102,7 +104,7 @@ def expect_operand(x: Tensor, device: torch.device, where: str, *, alone: bool =
 
     alone: there is no other rank, so any strided tensor will do
     """
-    if alone and x.layout == torch.strided:
+    if alone and isinstance(x, Tensor) and x.layout == torch.strided:
         return
     expect_movable(x, device, where)
     if expects_gradient(x):
