@@ -166,18 +166,18 @@ class Group:
         if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, kernels, out, label)) is not None:
             return completed(mine, op, self.size)
         expect_operand(x, self.device, self.where(label or "reduce_scatter"), alone=self.size == 1)
-        n, bill = self._equal_rows(x, "reduce_scatter"), scatter_bill(x.nbytes, self.size)
+        n = self._equal_rows(x, "reduce_scatter")
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
+        options = c10d.ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = torchs, async_op
+        start, finish = lambda pg: pg._reduce_scatter_base(mine, x, options), lambda: completed(mine, op, self.size)
         if self._goes_directly(x):
             room = self._output(scratch, x, (x.shape[0] - n, *x.shape[1:]), f"{label or 'reduce_scatter'}: scratch")
             slices, theirs = x.detach().unflatten(0, (self.size, n)).unbind(), room.unflatten(0, (self.size - 1, n)).unbind()
-            return self._collect(f"reduce_scatter({op})", x, label, async_op, bill=bill,
-                                 start=lambda pg: start_dealing(pg, self.rank, slices, theirs),
-                                 finish=lambda: combine_in_order(op, slices[self.rank], theirs, self.rank, mine))
-        options = c10d.ReduceScatterOptions()
-        options.reduceOp, options.asyncOp = torchs, async_op
-        return self._collect(f"reduce_scatter({op})", x, label, async_op, bill=bill,
-                             start=lambda pg: pg._reduce_scatter_base(mine, x, options), finish=lambda: completed(mine, op, self.size))
+            start = lambda pg: start_dealing(pg, self.rank, slices, theirs)
+            finish = lambda: combine_in_order(op, slices[self.rank], theirs, self.rank, mine)
+        return self._collect(f"reduce_scatter({op})", x, label, async_op, bill=scatter_bill(x.nbytes, self.size), start=start,
+                             finish=finish)
 
     def all_to_all(self, x: Tensor, *, send_rows: Sequence[int] | None = None, recv_rows: Sequence[int] | None = None,
                    out: Tensor | None = None, label: str = "", async_op: bool = False) -> Any:
