@@ -26,6 +26,7 @@ EACH = -1         # a lane for each rank
 LANES = {         # read by the root and by others, written by the root and by others; without a root all are alike
     ALL_REDUCE: (1, 1, 1, 1), REDUCE: (1, 1, 1, 0), BROADCAST: (1, 0, 0, 1), ALL_GATHER: (1, 1, EACH, EACH), GATHER: (1, 1, EACH, 0),
     REDUCE_SCATTER: (EACH, EACH, 1, 1), SCATTER: (EACH, 0, 1, 1), ALL_TO_ALL: (EACH, EACH, EACH, EACH), BARRIER: (1, 1, 1, 1)}
+REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
 DEALT = tuple(kind for kind, (by_root, *_) in LANES.items() if by_root == EACH)   # whose slots hold another lane for each rank
 OWN_LENGTHS = tuple(kind for kind, lanes in LANES.items() if EACH in lanes)   # each pair of ranks may have another length
 

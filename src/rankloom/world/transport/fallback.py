@@ -23,24 +23,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rankloom.world.transport.call import DEALT, OWN_LENGTHS, Call
-from rankloom.world.transport.codes import (
-    ALL_REDUCE,
-    AVG,
-    BAND,
-    BOR,
-    BXOR,
-    FINE,
-    FORKED,
-    MAX,
-    MIN,
-    MISMATCHED,
-    PRODUCT,
-    REDUCE,
-    REDUCE_SCATTER,
-    SUM,
-    WRONG_LENGTH,
-)
+from rankloom.world.transport.call import DEALT, OWN_LENGTHS, REDUCING, Call
+from rankloom.world.transport.codes import AVG, BAND, BOR, BXOR, FINE, FORKED, MAX, MIN, MISMATCHED, PRODUCT, SUM, WRONG_LENGTH
 from rankloom.world.transport.fallback_messages import Exchanges, Post
 from rankloom.world.transport.fallback_peers import SLOT, Peers, memory_at
 from rankloom.world.transport.fallback_peers import segment_size as segment_size
@@ -107,7 +91,7 @@ class Windows:
 
     def _take(self, call: Call, turn: int, window: slice, begin: int) -> None:
         """Copy what is for this rank, which begins at byte `begin` of each slot."""
-        slots, reduces = self._peers.memory.slots[turn], call.kind in (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
+        slots, reduces = self._peers.memory.slots[turn], call.kind in REDUCING
         targets = [out[window] for out in call.outputs]
         if reduces and targets:
             targets[0][:] = combine(call.said[1], call.op, [slot[begin:begin + targets[0].size] for slot in slots])

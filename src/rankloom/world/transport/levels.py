@@ -162,7 +162,7 @@ class Levels:
 
     def reduce(self, call: Call) -> None:
         """The root gets the sum."""
-        there = next(at for at, node in enumerate(self.my.nodes) if call.root in node)
+        there = self.my.host_of(call.root)
         sums = self._sum_inside(call, self._shares(call.inputs[0], call.dtype.itemsize))
         if there != self.my.here:
             if self.my.team:
@@ -223,7 +223,7 @@ class Levels:
     def broadcast(self, call: Call) -> None:
         """The root's host gets it first. Each share then travels in parts, one to each other host, which exchange their parts."""
         x = call.inputs[0] if call.inputs else call.outputs[0]
-        there = next(at for at, node in enumerate(self.my.nodes) if call.root in node)
+        there = self.my.host_of(call.root)
         if there == self.my.here:
             self._inside(BROADCAST, [x], [x], root=self.my.node.index(call.root))
         shares = self._shares(x)

@@ -23,7 +23,7 @@ class Position:
 
     def __init__(self, nodes: Sequence[Sequence[int]], rank: int):
         self.nodes, self.rank = nodes, rank
-        self.here = next(at for at, node in enumerate(nodes) if rank in node)
+        self.here = self.host_of(rank)
         self.node = nodes[self.here]
         self.place = self.node.index(rank)
         self.is_even = len({len(node) for node in nodes}) == 1
@@ -32,6 +32,10 @@ class Position:
         self.firsts, self.elsewhere = [node[0] for node in others], [other for node in others for other in node]
         self.deputies = [node[self.place % len(node)] for node in nodes]
         self.rounds = _rounds(self.node, others)
+
+    def host_of(self, rank: int) -> int:
+        """The number of a rank's host."""
+        return next(at for at, node in enumerate(self.nodes) if rank in node)
 
 
 def _rounds(mine: Sequence[int], others: Sequence[Sequence[int]]) -> list[tuple[int | None, ...]]:

@@ -34,17 +34,9 @@ from torch import Tensor
 
 from rankloom.base.errors import CollectiveMismatch
 from rankloom.world.transport.arithmetic import combine
-from rankloom.world.transport.call import DEALT, Call
+from rankloom.world.transport.call import DEALT, REDUCING, Call
 from rankloom.world.transport.channel import Channel, table_of_calls
-from rankloom.world.transport.codes import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BARRIER,
-    KINDS,
-    REDUCE,
-    REDUCE_SCATTER,
-    SUM,
-)
+from rankloom.world.transport.codes import ALL_GATHER, ALL_REDUCE, BARRIER, KINDS, REDUCE_SCATTER, SUM
 from rankloom.world.transport.device import NOWHERE, Device, Flags, Regions, share_memory
 from rankloom.world.transport.operands import BYTES
 
@@ -52,7 +44,6 @@ HEADER = 256             # bytes before the slots, for the flag
 SLOT = 32 << 20          # bytes of one slot, of which each rank has two: fewer windows mean fewer switches between processes
 GRAIN = 256              # bytes: lanes and shares begin at multiples of it, so that copies are wide
 IN_SHARES = 1 << 20      # bytes from which adding up everything on every rank costs more than a second meeting
-REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
 HOME, LENGTHS = 5, 7                            # indices in the row that a rank sends at the first meeting of a call
 KEPT = 1024              # calls that are kept for when they come again, and for each what is made of it: a window takes two or four
 Steps = Sequence[Callable[[], object]]
