@@ -651,6 +651,24 @@ def test_buffers_are_the_mean_over_replicas_too():
     expect_as_plain(plainly, lambda: Net(Normed), ranks=[(4, "gloo")], mesh=rl.Mesh(replicate=2, shard=2))
 
 
+@pytest.mark.parametrize("axes", [("shard",), ("replicate", "shard")], ids="+".join)
+def test_replicas_that_hold_other_slices_are_refused(axes):
+    def body(world):
+        with pytest.raises(ConfigError, match=r"rank \d of `replicas` does not hold the slice of this rank, [01] of 2"):
+            rl.fully_shard(made(), world.group("shard"), replicas=world.group(*axes))
+
+    rl.simulate(rl.Mesh(replicate=2, shard=2), body)
+
+
+def test_replicas_are_told_from_ranks_of_the_group_though_groups_do_not_know_their_numbers_in_the_world():
+    def body(world):
+        shard, replicate = (rl.Group(world.group(axis)._process_group) for axis in ("shard", "replicate"))
+        assert shard.ranks == replicate.ranks == (0, 1)
+        return len(list(rl.fully_shard(made(), shard, replicas=replicate).parameters()))
+
+    assert rl.simulate(rl.Mesh(replicate=2, shard=2), body) == [len(list(made().parameters()))] * 4
+
+
 def test_buffers_that_change_no_more_are_left_alone():
     def body(world):
         model = rl.fully_shard(made(lambda: Net(Normed)), world.group("shard"), replicas=world.group("replicate"))

@@ -233,6 +233,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     expect_same_part(model, alone)
     for ranks in (group, alone):
         expect_cpu_backend(ranks)
+    _expect_same_slice(group, alone)
     if group.size > 1 and (refusal := why_not_for_slices(compress, replicas=alone.size > 1)):
         raise ConfigError(f"fully_shard: compress={compress!r} {refusal}")
     expect_counts(ahead=ahead)
@@ -263,3 +264,13 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         found = group.all_gather_object(first.make.problem, label="initial values")
         alone.agree("\n".join(filter(None, found)) or None, label="initial values")
     return FullySharded(model, sharding, summing, compute)
+
+
+def _expect_same_slice(group: Group, replicas: Group) -> None:
+    """Raise ConfigError, on all ranks of `group`, unless its replicas are at the same place in groups of their own. A collective."""
+    places = replicas.all_gather_object([group.rank, group.size], label="replicas")
+    other = next((rank for rank, place in zip(replicas.ranks, places) if place != [group.rank, group.size]), None)
+    group.agree(None if other is None else (
+        f"{group.where('fully_shard')}: rank {other} of `replicas` does not hold the slice of this rank, {group.rank} of {group.size}: "
+        "give ranks of other groups that have the same place there, such as world.group('replicate') beside world.group('shard')"),
+        label="replicas")
