@@ -33,7 +33,7 @@ from rankloom.world.cluster import read_cluster
 
 PRESET, PRECISION = "8B", "bf16"   # the defaults without a file
 SHOWN = 4                          # the most parts of a matrix, or groups of an axis, that are all listed
-MANY, MOST = 64, 1024              # ranks: MANY take seconds, MOST a minute
+MANY, MOST = 64, 1024              # ranks: MANY take seconds, MOST ten times as long
 TRAVELS = {"pipe": "activations of micro-batches, and their gradients back", "replicate": "gradients, summed",
            "shard": "gradients, summed and cut; parameters, gathered",
            "context": "keys and values of attention, around a ring; gradients, summed", "tensor": "activations, twice in each block",

@@ -114,6 +114,13 @@ def test_paper_says_which_tokens_a_real_rank_computes(mesh):
         assert seen or part.coords["pipe"]
 
 
+def test_only_ranks_with_other_stages_need_an_engine_of_their_own(monkeypatch):
+    built = []
+    monkeypatch.setattr("rankloom.train.paper.build_engine", lambda *given: built.append(build_engine(*given)) or built[-1])
+    assert len(on_paper(config_of({"pipe": 2, "shard": 4, "tensor": 2}, 3, global_batch_size=16, accumulate=2))) == 16
+    assert len(built) == 2
+
+
 def test_a_mesh_that_cannot_be_is_refused_as_in_a_run():
     with pytest.raises(rl.ConfigError, match="heads = 4 cannot be shared evenly by .* tensor 3"):
         on_paper(config_of({"tensor": 3}, 0))

@@ -149,7 +149,7 @@ def _shown(shape: torch.Size | None) -> str:
     return "missing" if shape is None else str(tuple(shape))
 
 
-def owned_pieces(sharding: Sharding) -> dict[str, OwnedRun]:
-    """What this rank owns of each trainable parameter."""
-    return {slot.name: OwnedRun(slot.name, slot.shape, *unit.layout.piece(slot.name, unit.group.rank))
+def owned_pieces(sharding: Sharding, rank: int) -> dict[str, OwnedRun]:
+    """What a rank of the shard axis owns of each trainable parameter."""
+    return {slot.name: OwnedRun(slot.name, slot.shape, *unit.layout.piece(slot.name, rank))
             for unit in sharding.units if unit.trainable for slot in unit.layout.slots}

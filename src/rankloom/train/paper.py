@@ -4,10 +4,11 @@ There is no second model of memory here. The code of a real run (loop.py, prepar
 (world/paper.py). The engine runs one step without a forward, and then reports what it holds, like a real one.
 `tests/train/test_paper.py` compares the two.
 
-One engine is built for each place along pipe and shard. Ranks that differ along other axes hold as many elements, but different ones:
-parallel/model_split.py tells which.
+One engine is built for each place along pipe. Ranks that differ along other axes run the same code on other elements:
+parallel/model_split.py and shard/layout.py tell which.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 import torch
@@ -18,16 +19,16 @@ from rankloom.base.shares import share
 from rankloom.models.config import GPTConfig
 from rankloom.parallel.context import Context
 from rankloom.parallel.model_split import ModelSplit
+from rankloom.parallel.state_dict import owned_pieces
 from rankloom.shard.optimizer import OwnedRun
 from rankloom.train.engine import Engine
 from rankloom.train.loop import build_engine
+from rankloom.train.memory_report import Held
 from rankloom.train.pipeline_stages import PipelineEngine
 from rankloom.train.schema import Config
 from rankloom.train.sharded import ShardedPlacement, SplitPlacement
 from rankloom.train.split_model import ROW_AXES
 from rankloom.world.paper import NO_MEMORY, PaperWorld
-
-ALIKE = ("replicate", "context", "tensor", "expert")   # ranks along these axes hold equally many bytes
 
 
 def ranks_on_paper(config: Config, shape: GPTConfig) -> list[RankPart]:
@@ -38,15 +39,13 @@ def ranks_on_paper(config: Config, shape: GPTConfig) -> list[RankPart]:
     mesh = config.mesh.as_mesh()
     if config.train.offload:   # offload has the same bytes, but allocates them on the host
         config = config.model_copy(update={"train": config.train.model_copy(update={"offload": False})})
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(mesh.size):
-        alike.setdefault(tuple(at for axis, at in mesh.coords(rank).items() if axis not in ALIKE), []).append(rank)
-    found: dict[int, RankPart] = {}
-    for ranks in alike.values():   # one engine at a time: without memory too, a large model has many objects
-        engine = build_engine(config, shape, PaperWorld(ranks[0], mesh))
+    parts, each = list[RankPart](), mesh.size // mesh.pipe   # ranks of one place along pipe follow each other
+    for first in range(0, mesh.size, each):   # one engine at a time: without memory too, a large model has many objects
+        engine = build_engine(config, shape, PaperWorld(first, mesh))
         step_on_paper(engine)
-        found |= {rank: _part_of(engine, PaperWorld(rank, mesh), config) for rank in ranks}
-    return [found[rank] for rank in range(mesh.size)]
+        held = engine.held()
+        parts += [_part_of(engine, held, PaperWorld(rank, mesh), config) for rank in range(first, first + each)]
+    return parts
 
 
 def step_on_paper(engine: Engine) -> None:
@@ -75,20 +74,27 @@ def _backward(engine: Engine, *, last: bool) -> None:
             engine.placement.sharding.collect()
 
 
-def _part_of(engine: Engine, world: PaperWorld, config: Config) -> RankPart:
-    """What the rank of `world` holds. engine: built for this rank, or for one that holds equally many elements"""
+def _part_of(engine: Engine, held: Held, world: PaperWorld, config: Config) -> RankPart:
+    """What the rank of `world` holds. engine: built for this rank, or for one at the same place along pipe, which holds `held`"""
     placement, rows, tokens = engine.placement, world.group(*ROW_AXES), world.group("context")
     split = None
     if isinstance(placement, SplitPlacement):
         split = replace(placement.split, tensor=world.group("tensor"), expert=world.group("expert"))
     pieces = placement.pieces()
+    if isinstance(placement, ShardedPlacement) and placement.group.size > 1:
+        theirs, pieces = pieces, owned_pieces(placement.sharding, world.group("shard").rank)
+        held = replace(held, optimizer=held.optimizer * _elements(pieces) // _elements(theirs))   # those of a config are elementwise
     return RankPart(
         rank=world.rank, coords=world.mesh.coords(world.rank),
         stages=tuple(engine.pipeline.stages) if isinstance(engine, PipelineEngine) else (0,),
         parameters=tuple(_parameter(pieces[name], split) for name, _ in placement.model.named_parameters() if name in pieces),
         rows=share(rows.rank, rows.size, config.batch().global_),
         tokens=Context(tokens, config.train.seq_len).spans[tokens.rank],
-        held=asdict(engine.held()))
+        held=asdict(held))
+
+
+def _elements(pieces: Mapping[str, OwnedRun]) -> int:
+    return sum(piece.stop - piece.start for piece in pieces.values())
 
 
 def _parameter(piece: OwnedRun, split: ModelSplit | None) -> ParameterPart:

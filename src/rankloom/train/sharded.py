@@ -173,7 +173,7 @@ class ShardedPlacement(Placement):
 
     def pieces(self) -> dict[str, OwnedRun]:
         """One per parameter; it may be empty."""
-        return owned_pieces(self.sharding)
+        return owned_pieces(self.sharding, self.group.rank)
 
     def held(self) -> tuple[int, int, int]:
         """Slices; gathered parameters beyond them; gradients, sharded or not."""

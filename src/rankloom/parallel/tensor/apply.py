@@ -104,7 +104,8 @@ def expect_plan(model: nn.Module, plan: Mapping[str, str]) -> None:
 def _cut_modules(cutting: Cutting) -> None:
     """Cut each module that the plan names, once, though the model may have it under several names."""
     model, words = cutting.model, cutting.words
-    names, cut = [name for name in words if name not in dict(model.named_parameters())], dict[nn.Module, str]()
+    parameters, cut = dict(model.named_parameters()), dict[nn.Module, str]()
+    names = [name for name in words if name not in parameters]
     for name in sorted(names, key=lambda name: words[name] not in COLUMNS):   # first those that find out the heads
         before = cut.get(model.get_submodule(name))
         if before is None:
