@@ -12,13 +12,13 @@ from rankloom.base.spans import boxes_of_run, shape_of, whole_box, within
 from rankloom.checkpoint import files
 from rankloom.checkpoint.files import (
     FORMATS,
+    Reader,
     commit,
     expect_free,
     expect_unchanged,
     expect_writable,
     file_name,
     read_manifest,
-    reading,
     sole_writer,
     write_parts,
 )
@@ -55,7 +55,7 @@ def test_what_was_written_in_two_runs_is_read_in_two_others(tmp_path, dtype, sha
     saved = cut("w", values, values.numel() // 3) if values.numel() > 1 else [[whole("w", values)], []]
     manifest = save(tmp_path, saved)
     into = torch.zeros_like(values)
-    with reading(tmp_path, manifest) as reader:
+    with Reader(tmp_path, manifest) as reader:
         for parts in cut("w", into, 2 * values.numel() // 3) if values.numel() > 1 else [[whole("w", into)]]:
             for part in parts:
                 reader.fill(part)
@@ -196,7 +196,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path, name):
 def test_a_tensor_that_is_of_another_dtype_in_its_file_is_refused(tmp_path):
     made = save(tmp_path, [[part := whole("w", torch.zeros(3))]])
     other = replace(made, tensors={"w": replace(made.tensors["w"], dtype=torch.float16)})
-    with reading(tmp_path, other) as reader, pytest.raises(DataError, match="w is torch.float32 in its file, .* says torch.float16"):
+    with Reader(tmp_path, other) as reader, pytest.raises(DataError, match="w is torch.float32 in its file, .* says torch.float16"):
         reader.fill(part)
 
 
@@ -211,6 +211,6 @@ def test_a_reader_takes_no_more_than_the_box_that_is_asked_for(tmp_path):
     manifest = save(tmp_path, [[whole("w", torch.arange(12.0).view(3, 4))]])
     into = torch.full((3, 4), -1.0)
     box = (Span(1, 3), Span(1, 2))
-    with reading(tmp_path, manifest) as reader:
+    with Reader(tmp_path, manifest) as reader:
         reader.fill(Part("w", (3, 4), box, into[within(box, whole_box((3, 4)))]))
     assert into[1:3, 1].tolist() == [5.0, 9.0] and (into == -1).sum() == 10 and shape_of(box) == (2, 1)

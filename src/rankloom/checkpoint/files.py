@@ -225,11 +225,12 @@ def expect_unchanged(folder: Path, files: Iterable[SavedFile]) -> None:
                             f"{CURE}")
 
 
-class Reader:
-    """Reads boxes of a checkpoint's tensors. Files are memory-mapped, so only these boxes are read."""
+class Reader(ExitStack):
+    """Reads boxes of a checkpoint's tensors, as a context. Files are memory-mapped, so only these boxes are read."""
 
-    def __init__(self, folder: Path, manifest: Manifest, until: ExitStack):
-        self.folder, self.manifest, self._until = folder, manifest, until
+    def __init__(self, folder: Path, manifest: Manifest):
+        super().__init__()
+        self.folder, self.manifest = folder, manifest
         self._open: dict[int, Any] = {}
 
     @torch.no_grad()
@@ -256,15 +257,8 @@ class Reader:
 
     def _file(self, number: int) -> Any:
         if number not in self._open:
-            self._open[number] = self._until.enter_context(safe_open(self.folder / self.manifest.files[number].name, "pt"))
+            self._open[number] = self.enter_context(safe_open(self.folder / self.manifest.files[number].name, "pt"))
         return self._open[number]
-
-
-@contextmanager
-def reading(folder: Path, manifest: Manifest) -> Iterator[Reader]:
-    """A `Reader`, whose files are closed afterwards."""
-    with ExitStack() as until:
-        yield Reader(folder, manifest, until)
 
 
 def sizes_of(manifest: Manifest, prefix: str) -> Mapping[str, torch.Size]:

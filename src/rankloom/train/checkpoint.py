@@ -33,7 +33,6 @@ from rankloom.checkpoint.files import (
     expect_writable,
     file_name,
     read_manifest,
-    reading,
     sizes_of,
     sole_writer,
     write_parts,
@@ -262,7 +261,7 @@ def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dic
                if isinstance(value, Tensor) and value.numel() == 1 != pieces[name].shape.numel()}
 
     def read_here() -> None:
-        with torch.no_grad(), reading(folder, manifest) as reader:
+        with torch.no_grad(), Reader(folder, manifest) as reader:
             for part in parts:
                 reader.fill(part)
             load_optimizer_state(state.optimizer, state.placement.owners, pieces, saved, rank=world.rank,
