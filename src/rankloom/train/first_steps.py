@@ -26,7 +26,7 @@ from rankloom.train.batches import MicroBatches, map_tensors
 from rankloom.train.placement import Placement
 from rankloom.train.put_back import same_bits, untrained
 from rankloom.train.split_model import SHARING_AXES
-from rankloom.train.sum_check import EQUAL_IF_WITHIN, SAME_IF_WITHIN, TokensApart, expect_sum_of_step, runs_compiled
+from rankloom.train.sum_check import EQUAL_IF_WITHIN, SAME_IF_WITHIN, CalledApart, expect_sum_of_step, runs_compiled
 from rankloom.world.group import Group
 from rankloom.world.world import World
 
@@ -48,7 +48,7 @@ class FirstSteps:
         self._generator = ""    # the state of torch's generators before the forwards of the first step of a training
         self._drew: bool | None = None   # whether these forwards changed it; None: not known
 
-    def before(self, step: int, batch: Any, totals_of: Callable[[Any], Tensor], apart: TokensApart) -> None:
+    def before(self, step: int, batch: Any, totals_of: Callable[[Any], Tensor], apart: CalledApart) -> None:
         """Before the forwards of a step. A collective of the world.
 
         step:      how many steps are done         batch: as it goes into the step

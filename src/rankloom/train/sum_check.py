@@ -23,14 +23,14 @@ from rankloom.train.split_model import SHARING_AXES
 from rankloom.world.group import Group
 from rankloom.world.world import World
 
-TokensApart = Callable[[Apart], AbstractContextManager[None]]
+CalledApart = Callable[[Apart], AbstractContextManager[None]]
 EQUAL_IF_WITHIN = 1e-5   # of a loss: nondeterministic kernels make ranks differ by less when they compute the same
 MEAN_IF_WITHIN = 0.05   # of the whole: a mean over unpadded items weighs the halves by counts that are not known here
 SAME_IF_WITHIN = 1e-2   # of a loss: 16-bit rounding and nondeterministic kernels make two runs differ by less
 
 
 def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, *, world: World, group: Group, tokens: Group,
-                       pieces: int, shards: int, apart: TokensApart) -> None:
+                       pieces: int, shards: int, apart: CalledApart) -> None:
     """Before the first step, on about one micro-batch: raise when the loss seems to return a mean, or a rank has too few rows; with
     context ranks also when it is no sum over tokens.
 
@@ -94,7 +94,7 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
                         "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
 
 
-def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, world: World, apart: TokensApart,
+def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, world: World, apart: CalledApart,
                            on_any: Callable[[bool], bool]) -> None:
     """With context ranks: raise when the loss of a row is not the sum, nor its count, of what its tokens add.
 
