@@ -93,7 +93,7 @@ def sharded_steps(world, stage: int, *, in_float8: bool):
     """Three steps on the same rows on every rank: losses, bytes sent in the last and the bill for them, kinds of units."""
     group, model = world.group("shard"), Net()
     layers = to_float8(model)
-    strategy = ShardingStrategy(stage, lambda name, param: BF16, scale=1.0 / group.size, float8=layers.readers(model) if in_float8 else {})
+    strategy = ShardingStrategy(stage, lambda param: BF16, scale=1.0 / group.size, float8=layers.readers(model) if in_float8 else {})
     sharding = shard(model, group, group.alone(), strategy)
     optimizer = torch.optim.SGD(sharding.owners().values(), lr=0.05)
     x, losses = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16), []

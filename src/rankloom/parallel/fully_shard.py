@@ -229,40 +229,40 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         expect_number_format(name, dtype)
     if not has_parameters(model):
         raise ConfigError(f"a {type(model).__name__} without parameters has nothing to shard")
-    alone, summing = replicas or group.alone(), Summing(BACKEND, compress, compress_after)
-    expect_same_part(model, alone)
-    for ranks in (group, alone):
+    replicas, summing = replicas or group.alone(), Summing(BACKEND, compress, compress_after)
+    expect_same_part(model, replicas)
+    for ranks in (group, replicas):
         expect_cpu_backend(ranks)
-    _expect_same_slice(group, alone)
-    if group.size > 1 and (refusal := why_not_for_slices(compress, replicas=alone.size > 1)):
+    _expect_same_slice(group, replicas)
+    if group.size > 1 and (refusal := why_not_for_slices(compress, replicas=replicas.size > 1)):
         raise ConfigError(f"fully_shard: compress={compress!r} {refusal}")
     expect_counts(ahead=ahead)
     if (fill is None) == any(param.is_meta for param in model.parameters()):
         raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
-    expect_same_options(group, alone, "way to shard", {
+    expect_same_options(group, replicas, "way to shard", {
         "units": comparable(units), "compute": compute, "reduce": reduce, "compress": compress, "compress_after": compress_after,
         "reshard_after_forward": reshard_after_forward, "ahead": ahead})
     first = None
     if fill is None:
-        for ranks in (group, alone):
+        for ranks in (group, replicas):
             make_replicas_equal(model, ranks)
     else:
         split = ModelSplit.found_in(model, group.alone())
-        first = FirstValues(InitialValues(model, fill, 0), group, alone, *split.parts, split=split)
+        first = FirstValues(InitialValues(model, fill, 0), group, replicas, *split.parts, split=split)
         put_stand_ins(model, group.device)
         give_memory(model, first, group.device, lambda param: False)
 
-    def formats(name: str, param: nn.Parameter) -> Formats:
+    def formats(param: nn.Parameter) -> Formats:
         asked = (compute, reduce) if param.is_floating_point() else (None, None)   # integers keep their dtype
         return Formats(asked[0] or param.dtype, param.dtype, asked[1] or param.dtype)
 
     # math.inf: `no_sync` is for accumulating without communication.
     strategy = ShardingStrategy(3, formats, units=units, reshard_after_forward=reshard_after_forward, ahead=ahead, summing=summing,
-                                gradient_memory=math.inf, scale=1.0 / (group.size * alone.size), reduces_once=False)
-    sharding = shard(model, group, alone, strategy, fill=first)
+                                gradient_memory=math.inf, scale=1.0 / (group.size * replicas.size), reduces_once=False)
+    sharding = shard(model, group, replicas, strategy, fill=first)
     if first is not None:
         found = group.all_gather_object(first.make.problem, label="initial values")
-        alone.agree("\n".join(filter(None, found)) or None, label="initial values")
+        replicas.agree("\n".join(filter(None, found)) or None, label="initial values")
     return FullySharded(model, sharding, summing, compute)
 
 

@@ -71,7 +71,7 @@ class ShardingStrategy:
     """
 
     stage: int
-    formats: Callable[[str, nn.Parameter], Formats]
+    formats: Callable[[nn.Parameter], Formats]
     units: Policy = AUTO
     reshard_after_forward: bool | int = True
     offload: bool = False
@@ -149,7 +149,7 @@ def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, s
     keep, experts = strategy.stage < 3, strategy.experts.names if strategy.experts else frozenset()
     for name, param in params.items():
         if param.requires_grad or not keep:
-            form = strategy.formats(name, param)
+            form = strategy.formats(param)
             if not param.requires_grad:   # it is never updated
                 form = Formats(form.compute, form.compute, form.compute)
             kind = Kind(form, param.requires_grad, name in whole, name in experts, name in strategy.copied, name in strategy.float8)

@@ -61,7 +61,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
     """
     cut, replicas = _ranks_of_slices(world, strategy.stage)
     device = torch.device("cpu") if strategy.offload else world.device
-    stand_ins = {name: stand_in(param, dtype=strategy.formats(name, param).master, device=device)
+    stand_ins = {name: stand_in(param, dtype=strategy.formats(param).master, device=device)
                  for name, param in model.named_parameters() if param.requires_grad}
     optimizer = _made_alike(build, stand_ins, world)
     _expect_untouched(stand_ins)
@@ -103,10 +103,10 @@ def _fitted_to_mesh(strategy: ShardingStrategy, model: nn.Module, world: World, 
 
 def _cast_outside_units(model: nn.Module, strategy: ShardingStrategy, in_no_unit: Callable[[nn.Parameter], bool]) -> None:
     """Cast parameters that are in no unit, which would cast them, to the dtype in which the model computes with them."""
-    for name, param in model.named_parameters():
+    for param in model.parameters():
         if in_no_unit(param):
             keep_until_read(param)
-            param.data = param.data.to(strategy.formats(name, param).compute)
+            param.data = param.data.to(strategy.formats(param).compute)
 
 
 def _expect_untouched(stand_ins: Mapping[str, nn.Parameter]) -> None:

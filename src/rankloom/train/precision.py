@@ -115,11 +115,11 @@ def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
             if not param.is_floating_point() or isinstance(module, _BatchNorm) or name in full}
 
 
-def formats_of(model: nn.Module, precision: Precision) -> Callable[[str, nn.Parameter], Formats]:
+def formats_of(model: nn.Module, precision: Precision) -> Callable[[nn.Parameter], Formats]:
     """The dtypes of each parameter, for units. Integer, bool and complex parameters keep theirs."""
     full = full_parameters(model, precision)
 
-    def formats(name: str, param: nn.Parameter) -> Formats:
+    def formats(param: nn.Parameter) -> Formats:
         if not param.is_floating_point():
             return Formats(param.dtype, param.dtype, param.dtype)
         compute = precision.compute or param.dtype
@@ -186,7 +186,7 @@ class MasterWeights:
                 cast_floats(model, precision.compute)
             return
         formats, named = formats_of(model, precision), dict(model.named_parameters())
-        wanted = {name: formats(name, param) for name, param in named.items()}
+        wanted = {name: formats(param) for name, param in named.items()}
         self.owners = {name: param if wanted[name].compute == wanted[name].master else _copied(param, wanted[name].master)
                        for name, param in self.params.items()}
         for name, param in named.items():   # `full` ones too: the user's model may be in 16 bits
