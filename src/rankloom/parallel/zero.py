@@ -38,7 +38,7 @@ from rankloom.parallel.guards import guard_parameters
 from rankloom.parallel.sections import Section
 from rankloom.parallel.sharding import Gathering, Sharding
 from rankloom.parallel.wrapping import AUTO, Policy, parameters_of_sections, section_names
-from rankloom.shard.float8_unit import Float8Consumers, Float8Unit
+from rankloom.shard.float8_unit import Float8Readers, Float8Unit
 from rankloom.shard.frames import Frames
 from rankloom.shard.layout import lay_out_evenly
 from rankloom.shard.offload import Host
@@ -81,7 +81,7 @@ class ShardingStrategy:
     hooked: bool = True
     reduces_once: bool = True
     experts: ExpertReplicas | None = None
-    float8: Float8Consumers = field(default_factory=dict)
+    float8: Float8Readers = field(default_factory=dict)
     copied: frozenset[str] = frozenset()
     summing: Summing = field(default_factory=lambda: Summing(BACKEND, EXACT))
 

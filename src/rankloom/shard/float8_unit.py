@@ -20,7 +20,7 @@ from rankloom.shard.unit import Formats, State, Unit
 from rankloom.world.group import Group
 
 
-class Float8Consumer(Protocol):
+class Float8Reader(Protocol):
     """A layer that multiplies by a weight in eight bits. held: the weight for products along its rows, and along its columns"""
 
     held: tuple[Float8, Float8] | None
@@ -30,7 +30,7 @@ class Float8Consumer(Protocol):
         """The ranks that hold the other parts of the weight."""
 
 
-Float8Consumers = Mapping[str, Sequence[Float8Consumer]]   # by the name of the weight
+Float8Readers = Mapping[str, Sequence[Float8Reader]]   # by the name of the weight
 
 
 class Float8Unit(Unit):
@@ -43,7 +43,7 @@ class Float8Unit(Unit):
     """
 
     def __init__(self, name: str, params: Mapping[str, nn.Parameter], group: Group, formats: Formats,
-                 readers: Float8Consumers, **more: Any):
+                 readers: Float8Readers, **more: Any):
         self.readers, self._rounded = {name: readers[name] for name in params}, formats.compute
         self.peers = next((layer.peers for layers in self.readers.values() for layer in layers if layer.peers), None)
         self._amaxes = torch.zeros(len(params), dtype=torch.float32, device=group.device)
