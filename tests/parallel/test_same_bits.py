@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 def reduce(world: rl.World, leaves: int, steps: int = 2) -> tuple[dict, list[float]]:
     model = Model()
-    reducer = CanonicalReducer(dict(model.named_parameters()), world, leaves)
+    reducer = CanonicalReducer(dict(model.named_parameters()), world)
     for step in range(steps):
         reducer.abandon()
         reducer.begin_shards(leaves)
@@ -70,7 +70,7 @@ def test_nothing_leaves_before_the_last_leaf():
     """Laid out once, after the first leaf of the first step; from then on a leaf costs no communication."""
     def body(world):
         model = Model()
-        reducer = CanonicalReducer(dict(model.named_parameters()), world, 4)
+        reducer = CanonicalReducer(dict(model.named_parameters()), world)
         calls = []
         for _ in range(2):
             reducer.abandon()
@@ -90,7 +90,7 @@ def test_nothing_leaves_before_the_last_leaf():
 def test_a_step_may_have_fewer_leaves_than_the_one_before():
     def body(world):
         model = Model()
-        reducer = CanonicalReducer(dict(model.named_parameters()), world, 8)
+        reducer = CanonicalReducer(dict(model.named_parameters()), world)
         for leaves in (8, 3):
             reducer.abandon()
             reducer.begin_shards(leaves)

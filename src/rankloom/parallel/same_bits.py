@@ -17,8 +17,6 @@ from rankloom.parallel.gradients import GradientReducer
 from rankloom.world.group import Group
 
 CACHED_BYTES = 8 << 20   # a bucket is distributed, folded and gathered before the next one: it should fit in the cache
-
-
 TOTALS = "totals"   # the key of the numbers that are summed beside gradients
 
 
@@ -42,12 +40,12 @@ class ShardFolds:
 
 
 class CanonicalReducer(GradientReducer):
-    """A GradientReducer that adds in the order of the canonical tree over `shards` logical shards."""
+    """A GradientReducer that adds in the order of the canonical tree over logical shards."""
 
-    def __init__(self, params: Mapping[str, nn.Parameter], group: Group, shards: int, *, owners: Mapping[str, Tensor] | None = None):
+    def __init__(self, params: Mapping[str, nn.Parameter], group: Group, *, owners: Mapping[str, Tensor] | None = None):
         super().__init__(params, group, owners=owners, bucket_bytes=CACHED_BYTES)
         self.syncing = False   # gradients of a shard are only collected: nothing is sent during backward
-        self._folds, self._used = ShardFolds(shards), set[str]()
+        self._folds, self._used = ShardFolds(0), set[str]()
 
     def begin_shards(self, shards: int) -> None:
         """Start a step. shards: how many the batch has; fewer than usual when it has fewer rows"""

@@ -45,8 +45,8 @@ def place_whole(model: nn.Module, world: World, settings: Settings, build: Build
         give_memory(model, fill, world.device, lambda param: True)
         world.agree(fill.make.problem, label="initial values")
     placement: ReplicatedPlacement
-    if shards := settings.logical_shards:
-        placement = CanonicalReplicatedPlacement(model, world, settings.precision, partial(CanonicalReducer, shards=shards))
+    if settings.logical_shards:
+        placement = CanonicalReplicatedPlacement(model, world, settings.precision, CanonicalReducer)
     else:
         placement = ReplicatedPlacement(model, world, settings.precision, partial(GradientReducer, by_rows=embeddings(model), **summing))
     return placement, _made_alike(build, placement.owners, world)
