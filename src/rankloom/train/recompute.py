@@ -88,14 +88,6 @@ def _expect_plain_calls(model: nn.Module, blocks: Iterable[str]) -> None:
                               "compile it, and let rankloom compile inside the blocks: rl.prepare(..., compile=True)")
 
 
-def _expect_to_be_measured(block: str) -> None:
-    """Raise ConfigError inside of a `checkpoint` of the model's own: it frees what the block keeps, and wants each forward alike."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if (hooks and hooks[0].__module__ == checkpoint.__module__) or torch._C._current_graph_task_id() != -1:
-        raise ConfigError(f"{block} is called inside of torch.utils.checkpoint, so a number of bytes decides nothing there: turn that off "
-                          "(transformers: model.gradient_checkpointing_disable()), or leave recompute out")
-
-
 def _keep_no_cache(model: nn.Module) -> None:
     """Turn off the key-value cache of `transformers` models: a recomputed block would append to it twice."""
     for module in model.modules():
@@ -346,6 +338,15 @@ def _set(key: Any, step: int, rows: range, here: Any, calls: dict[str, int], *, 
 
 
 # ---------------------------------------------------------------------- what a block costs
+
+
+def _expect_to_be_measured(block: str) -> None:
+    """Raise ConfigError inside of a `checkpoint` of the model's own: it frees what the block keeps, and wants each forward alike."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if (hooks and hooks[0].__module__ == checkpoint.__module__) or torch._C._current_graph_task_id() != -1:
+        raise ConfigError(f"{block} is called inside of torch.utils.checkpoint, so a number of bytes decides nothing there: turn that off "
+                          "(transformers: model.gradient_checkpointing_disable()), or leave recompute out")
+
 
 def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     """Run the block once with each choice, on copies of its state. A choice that is left out is given a cost that is never the best."""

@@ -101,20 +101,6 @@ def expect_plan(model: nn.Module, plan: Mapping[str, str]) -> None:
     _words(model, plan)
 
 
-def _cut_modules(cutting: Cutting) -> None:
-    """Cut each module that the plan names, once, though the model may have it under several names."""
-    model, words = cutting.model, cutting.words
-    parameters, cut = dict(model.named_parameters()), dict[nn.Module, str]()
-    names = [name for name in words if name not in parameters]
-    for name in sorted(names, key=lambda name: words[name] not in COLUMNS):   # first those that find out the heads
-        before = cut.get(model.get_submodule(name))
-        if before is None:
-            STYLES[words[name]](Site(cutting, name))
-            cut[model.get_submodule(name)] = words[name]
-        elif before != words[name]:
-            raise ConfigError(f"plan: {name} is to be {words[name]!r}, and the same module under another name {before!r}")
-
-
 def _plan_of(model: nn.Module) -> dict[str, str]:
     plan = getattr(model, "tp_plan", None) or PLANS.get(type(model).__name__)
     if not plan:
@@ -199,6 +185,20 @@ def _expect_entry(cutting: Cutting) -> None:
     if cutting.sequence and not {"embedding_rowwise", "sequence_split"} & set(cutting.words.values()):
         raise ConfigError("plan: norms are sequence_parallel, but nothing cuts the stream by tokens before them; make the embedding "
                           "embedding_rowwise, or the first block sequence_split")
+
+
+def _cut_modules(cutting: Cutting) -> None:
+    """Cut each module that the plan names, once, though the model may have it under several names."""
+    model, words = cutting.model, cutting.words
+    parameters, cut = dict(model.named_parameters()), dict[nn.Module, str]()
+    names = [name for name in words if name not in parameters]
+    for name in sorted(names, key=lambda name: words[name] not in COLUMNS):   # first those that find out the heads
+        before = cut.get(model.get_submodule(name))
+        if before is None:
+            STYLES[words[name]](Site(cutting, name))
+            cut[model.get_submodule(name)] = words[name]
+        elif before != words[name]:
+            raise ConfigError(f"plan: {name} is to be {words[name]!r}, and the same module under another name {before!r}")
 
 
 @torch.compiler.disable
