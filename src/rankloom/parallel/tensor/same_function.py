@@ -103,16 +103,16 @@ class _Look:
         if torch.compiler.is_compiling() or not has_first or any(x.is_meta for x in (*tensors_in((args, kwargs)), *block.buffers())):
             return
         with torch.no_grad(), _disable_current_modes(), self.group.ledger.aside():
-            told = "" if self.group.debug else self._told(block, args, kwargs)
+            difference = "" if self.group.debug else self._difference(block, args, kwargs)
             self.tries -= 1
-            if told is None and self.tries > 0:
+            if difference is None and self.tries > 0:
                 return
             for key in [key for key, hook in block._forward_pre_hooks.items() if hook is self]:
                 del block._forward_pre_hooks[key], block._forward_pre_hooks_with_kwargs[key]
-            self.group.agree(told and f"{self.group.where('tensor_parallel')}: {self.name or 'the model'}, a {type(block).__name__}, is "
-                             f"another function when it is cut over ranks: {told}", label="same function")
+            self.group.agree(difference and f"{self.group.where('tensor_parallel')}: {self.name or 'the model'}, a {type(block).__name__}, "
+                             f"is another function when it is cut over ranks: {difference}", label="same function")
 
-    def _told(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def _difference(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """What differs, "" if nothing does; None if that could not be found out: the copies could not be called so, or ranks got others'
         arguments."""
         values = _values(self.whole, next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), next(block.parameters())))
