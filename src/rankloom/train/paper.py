@@ -5,7 +5,7 @@ There is no second model of memory here. The code of a real run (loop.py, prepar
 `tests/train/test_paper.py` compares the two.
 
 One engine is built for each place along pipe. Ranks that differ along other axes run the same code on other elements:
-parallel/model_split.py and shard/layout.py tell which.
+parallel/model_split.py and shard/layout.py tell which. Their optimizers, which are elementwise in a config, hold state in proportion.
 """
 
 from collections.abc import Mapping
@@ -83,7 +83,7 @@ def _part_of(engine: Engine, held: Held, world: PaperWorld, config: Config) -> R
     pieces = placement.pieces()
     if isinstance(placement, ShardedPlacement) and placement.group.size > 1:
         theirs, pieces = pieces, owned_pieces(placement.sharding, world.group("shard").rank)
-        held = replace(held, optimizer=held.optimizer * _elements(pieces) // _elements(theirs))   # those of a config are elementwise
+        held = replace(held, optimizer=held.optimizer * _elements(pieces) // _elements(theirs))
     return RankPart(
         rank=world.rank, coords=world.mesh.coords(world.rank),
         stages=tuple(engine.pipeline.stages) if isinstance(engine, PipelineEngine) else (0,),
