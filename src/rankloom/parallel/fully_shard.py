@@ -221,7 +221,8 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     fill:           gives parameters on the meta device their values: fill(name, tensor), in place
     sent:           3n(p-1)/p elements per rank and step, 2n(p-1)/p with reshard_after_forward=False; where ranks share memory (backend
                     "rankloom", CPU, one host), n(p-1)/p, for gradients only
-    raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError, on all ranks when their options differ
+    raises:         ModelMismatch when names, shapes or dtypes differ between ranks; ConfigError, on all ranks when their options differ, or
+                    when replicas do not hold the same slice
     """
     expect_model_and_group(model, group)
     expect_no_sync_batch_norm(model, group.size * (replicas.size if replicas else 1))
