@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import resource
 import signal
 import threading
 import time
@@ -819,6 +820,40 @@ def test_a_killed_rank_is_noticed_long_before_the_time_out(kernel, what):
         assert team.links[0].status()[3][1] == "X"   # nobody has asked for its exit code yet
         os.waitpid(pid, 0)
         assert team.links[0].status()[3][1] == "X"
+
+
+def may_open_no_more_files() -> None:
+    """From now on in this process: it cannot look at others in /proc."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+@both_kernels
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_a_rank_that_may_open_no_more_files_takes_nobody_for_dead(kernel, from_the_start):
+    """Nor do the others take it for dead, though it may not even have found out when it was started itself."""
+    with Team(kernel, 2, elsewhere=(1,)) as team:
+        def body():
+            if from_the_start:
+                may_open_no_more_files()
+            link = team.link(1)
+            may_open_no_more_files()
+            return run(link, BARRIER)
+
+        threading.Timer(0.3, lambda: run(team.links[0], BARRIER)).start()   # several looks later
+        assert in_child(body) == FINE
+        assert team.links[0].status()[:2] == (FINE, -1)
+
+
+@both_kernels
+def test_a_rank_that_may_open_no_more_files_still_notices_that_another_has_died(kernel):
+    with Team(kernel, 3, elsewhere=(1, 2)) as team:
+        waiting = team.in_process(1, lambda link: may_open_no_more_files() or run(link, BARRIER))
+        killed = team.in_process(2, lambda link: time.sleep(LONG) or 0)
+        wait_until(lambda: "?" not in team.links[0].status()[3])
+        os.kill(killed, signal.SIGKILL)
+        os.waitpid(killed, 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == LOST
+        assert team.links[0].status()[:2] == (LOST, 2)
 
 
 @both_kernels

@@ -30,6 +30,7 @@
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -294,7 +295,8 @@ static int break_group(Link *l, int blamed, int why)
     return why_broken(l);
 }
 
-/* The state letter of a process and its start time, from /proc; 0 if there is no such process. */
+/* The state letter of a process and its start time, from /proc; the letter is 0 if there is no such process. If this process may open no
+ * more files, the letter is - for a process that exists, and the time 0: not known. */
 static char process_state(int64_t pid, int64_t *started)
 {
     char path[40], text[1024], *at;
@@ -303,8 +305,9 @@ static char process_state(int64_t pid, int64_t *started)
     ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
     if (fd >= 0)
         close(fd);
+    *started = 0;
     if (n <= 0)
-        return 0;
+        return kill((pid_t)pid, 0) && errno == ESRCH ? 0 : '-';
     text[n] = 0;
     if (!(at = strrchr(text, ')')))   /* the process name before it may contain anything */
         return 0;
@@ -316,7 +319,7 @@ static char process_state(int64_t pid, int64_t *started)
     return state;
 }
 
-/* L: it has left the group; ?: it has not come yet; X: its process has ended; else the state letter of its process. */
+/* L: it has left the group; ?: it has not come yet; X: its process has ended; else the letter of `process_state`. */
 static char letter_of(Rank *r)
 {
     int64_t started = 0;
@@ -325,7 +328,8 @@ static char letter_of(Rank *r)
     if (!r->pid)
         return '?';
     char state = process_state(r->pid, &started);
-    return !state || state == 'Z' || started != r->started ? 'X' : state;
+    int is_another = started && r->started && started != r->started;
+    return !state || state == 'Z' || is_another ? 'X' : state;
 }
 
 /* Whether a signal handler has raised; only the main thread runs handlers. */

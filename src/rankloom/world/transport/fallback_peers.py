@@ -11,6 +11,7 @@ every wait in every rank ends with the same reason. Python handles signals durin
 """
 
 import ctypes
+import errno
 import itertools
 import math
 import os
@@ -156,7 +157,7 @@ class Peers:
         """The state letter of a rank's process; "X" when it has ended, "?" before it came."""
         pid, started = self.memory.process[rank].tolist()
         letter, since = look_up(pid) if pid else ("?", started)
-        return "X" if letter == "Z" or since != started else letter
+        return "X" if letter == "Z" or (since and started and since != started) else letter
 
     def letter(self, rank: int) -> str:
         """The same for status reports; "L" when the rank has left the group."""
@@ -199,10 +200,23 @@ def naps(spins: int) -> Iterator[float]:
 
 
 def look_up(pid: int) -> tuple[str, int]:
-    """The state letter of a process and its start time, in ticks; ("X", 0) if there is none."""
+    """The state letter of a process and its start time, in ticks; ("X", 0) if there is none.
+
+    ("-", 0) if this process may open no more files: then all that is known is that the process exists.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()   # the process name before it may contain anything
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "X", 0
+    except OSError:
+        return ("-" if _exists(pid) else "X"), 0
     return fields[0].decode(), int(fields[19])
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    return True
