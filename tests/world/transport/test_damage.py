@@ -13,7 +13,7 @@ import pytest
 
 from rankloom.base.errors import ConfigError, RankLost
 from rankloom.world.transport import channel, memory
-from rankloom.world.transport.codes import ALL_REDUCE, BROADCAST, DAMAGED
+from rankloom.world.transport.codes import ALL_REDUCE, BROADCAST, DAMAGED, NO_MEMORY
 
 compiled = channel.KERNELS.get("C")
 pytestmark = pytest.mark.skipif(compiled is None, reason="the C kernel is not built")
@@ -137,13 +137,15 @@ def test_a_link_that_would_not_fit_into_its_memory_is_refused(arguments):
         compiled.Link(segment.address, *arguments)
 
 
-def test_the_error_names_the_damaged_rank():
+@pytest.mark.parametrize(("why", "said"), [(DAMAGED, "what it wrote into the shared memory cannot be"),
+                                           (NO_MEMORY, "it has no memory left to put aside a message while it waits for a later one")])
+def test_the_error_names_the_rank_and_what_is_wrong_with_it(why, said):
     torn = channel.Channel.__new__(channel.Channel)
     torn.rank, torn.size, torn.ranks, torn.timeout, torn.name = 0, 2, (4, 6), 1.0, "world"
-    torn.link = type("Link", (), {"status": lambda self: (DAMAGED, 1, [1, 1], ["R", "R"]), "leave": lambda self: None})()
-    error = torn.explain(DAMAGED, "all_reduce")
+    torn.link = type("Link", (), {"status": lambda self: (why, 1, [1, 1], ["R", "R"]), "leave": lambda self: None})()
+    error = torn.explain(why, "all_reduce")
     assert isinstance(error, RankLost)
-    assert "lost rank 6: what it wrote into the shared memory cannot be" in str(error)
+    assert f"lost rank 6: {said}" in str(error)
 
 
 def test_memory_that_ranks_share_cannot_be_cut_short():
@@ -229,3 +231,29 @@ def test_a_message_that_cannot_be_sent_to_its_end_breaks_the_group():
     """What is sent next would be received as its rest."""
     done = subprocess.run([sys.executable, "-c", HALF_SENT], capture_output=True, text=True, check=False)
     assert done.stdout == "no thread could be started to carry messages: Resource temporarily unavailable\nTrue True\n", done.stderr
+
+
+TOO_LARGE_TO_PUT_ASIDE = """
+import ctypes, mmap, resource
+import numpy
+from rankloom.world.transport import {kernel}
+from rankloom.world.transport.codes import NO_MEMORY
+memory = mmap.mmap(-1, {kernel}.segment_size(2))
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+first, other = ({kernel}.Link(address, rank, 2, 0, 20, 4096) for rank in (0, 1))
+long, short = (ctypes.create_string_buffer(nbytes) for nbytes in (64 << 20, 8))
+sent = first.post(1, ctypes.addressof(long), len(long), 1, 0)
+used = int(open("/proc/self/statm").read().split()[0]) * mmap.PAGESIZE
+resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), -1))
+print(other.message(0, ctypes.addressof(short), len(short), 0, 1, 60.0) == -NO_MEMORY)
+print(first.settle(sent, 60.0) == -NO_MEMORY, first.status()[:2] == (NO_MEMORY, 1))
+other.leave()
+first.leave()
+"""
+
+
+@pytest.mark.parametrize("kernel", ["_shared", "fallback"])
+def test_a_message_that_there_is_no_memory_to_put_aside_breaks_the_group_at_once(kernel):
+    """It would keep what comes after it, for which its receiver waits, from being read: until the time-out, which blames the sender."""
+    done = subprocess.run([sys.executable, "-c", TOO_LARGE_TO_PUT_ASIDE.format(kernel=kernel)], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\nTrue True\n", done.stderr

@@ -65,7 +65,7 @@ enum { CERTAIN = 4, TRUST = 128 };  /* slow writes in a row until others bypass 
 /* ------------------------------------------------------------------ the contents of the shared segment */
 
 enum Kind { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL, BARRIER };
-enum Why { FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED, DAMAGED };
+enum Why { FINE, LOST, LEFT, ABORTED, TIMED_OUT, MISMATCHED, WRONG_LENGTH, INTERRUPTED, FORKED, DAMAGED, NO_MEMORY };
 
 typedef struct {
     uint32_t kind, dtype, op, root;
@@ -1124,7 +1124,7 @@ static int open_envelope(Link *l, int peer, Ring *ring, uint64_t size, uint64_t 
         while (*end)
             end = &(*end)->next;
         if (!(*end = in->early = calloc(1, sizeof(Early) + bytes_of(in->head.size))))
-            return 0;
+            return !break_group(l, l->rank, NO_MEMORY);
         in->early->peer = peer;
         in->early->head = in->head;
     }

@@ -28,6 +28,7 @@ from rankloom.world.transport.codes import (
     LEFT,
     LOST,
     MISMATCHED,
+    NO_MEMORY,
     SUM,
     TIMED_OUT,
     WRONG_LENGTH,
@@ -153,6 +154,8 @@ class Channel:
             ABORTED: f"lost {who}: it aborted the group",
             INTERRUPTED: f"lost {who}: it was interrupted in the middle of a call",
             DAMAGED: f"lost {who}: what it wrote into the shared memory cannot be; something has damaged its process",
+            NO_MEMORY: f"lost {who}: it has no memory left to put aside a message while it waits for a later one; "
+                       "receive large messages in the order in which they are sent",
         }
         if why in reasons:
             return RankLost(f"{self.where(label)} {reasons[why]}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rankloom.world.transport.codes import ANYONE, LOST, TIMED_OUT, WRONG_LENGTH, bytes_of
+from rankloom.world.transport.codes import ANYONE, LOST, NO_MEMORY, TIMED_OUT, WRONG_LENGTH, bytes_of
 from rankloom.world.transport.fallback_peers import Peers, memory_at, naps
 
 ENVELOPE = 16   # bytes: tag and size
@@ -204,7 +204,12 @@ class Post:
                 return m if self._begin(m, peer, size) else None
         if not waiting:
             return None
-        self._early.append(Message(False, np.empty(bytes_of(size), np.uint8), size, peer, tag, started=True))
+        try:
+            room = np.empty(bytes_of(size), np.uint8)
+        except MemoryError:
+            self.peers.break_group(self.peers.rank, NO_MEMORY)
+            return None
+        self._early.append(Message(False, room, size, peer, tag, started=True))
         return self._early[-1]
 
     def _begin(self, m: Message, peer: int, size: int) -> bool:
