@@ -1285,8 +1285,9 @@ def test_a_block_that_returns_its_own_parameter_is_an_error(graph):
     rl.simulate(2, body, backend="gloo")
 
 
+@pytest.mark.parametrize("thaw", [lambda model: model.requires_grad_(), lambda model: model.module.blocks[0].requires_grad_()])
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
-def test_what_was_frozen_when_it_was_sharded_cannot_be_thawed(backend):
+def test_what_was_frozen_when_it_was_sharded_cannot_be_thawed(backend, thaw):
     def half_frozen():
         model = Net()
         model.blocks[0].requires_grad_(False)
@@ -1295,7 +1296,8 @@ def test_what_was_frozen_when_it_was_sharded_cannot_be_thawed(backend):
     def body(world):
         model = rl.fully_shard(made(half_frozen), world)
         mean_square(model, inputs()).backward()
-        model.module.blocks[0].requires_grad_(True)
+        assert model.requires_grad_(False) is model
+        thaw(model)
         with pytest.raises(ConfigError, match="blocks.0.up.weight was frozen when the model was sharded"):
             model(inputs())
 

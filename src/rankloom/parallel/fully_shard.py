@@ -105,9 +105,15 @@ class FullySharded(nn.Module):
         return value.to(self._compute) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's slices, one-dimensional, maybe empty, under the plain model's names."""
+        """This rank's slices, one-dimensional, maybe empty, under the plain model's names. What was frozen before sharding has none."""
         for name, owner in self._owners.items():
             yield full_name(prefix, name), owner
+
+    def requires_grad_(self, requires_grad: bool = True) -> "FullySharded":
+        """Freeze or thaw all slices. What was frozen before sharding has none: the next forward raises when that is thawed."""
+        for param in self._untrained.values():
+            param.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, unreduced ones of `no_sync` included: an optimizer's own `zero_grad` does not see these."""
