@@ -1,6 +1,7 @@
 """Steps of the engine over sharded models: what is awkward, what goes wrong, and what comes after it."""
 
 import copy
+import io
 import pickle
 import re
 import sys
@@ -570,6 +571,17 @@ def test_a_copy_of_a_sharded_model_is_refused_in_words(stage, part):
         engine = rl.prepare(two_layers(), loss=lambda m, x: (m(x).sum(), len(x)), world=world, optimizer=torch.optim.AdamW, stage=stage)
         with pytest.raises(UnitError, match="a sharded model cannot be copied|weight was used .* while it is released"):
             copy.deepcopy(engine.model.get_submodule(part))
+
+    rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("part", ["", "0"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_sharded_model_that_is_saved_as_a_whole_is_refused_in_words(stage, part):
+    def body(world):
+        engine = rl.prepare(two_layers(), loss=lambda m, x: (m(x).sum(), len(x)), world=world, optimizer=torch.optim.AdamW, stage=stage)
+        with pytest.raises(UnitError, match="a sharded model cannot be pickled|weight was used .* while it is released"):
+            torch.save(engine.model.get_submodule(part), io.BytesIO())
 
     rl.simulate(2, body)
 

@@ -37,6 +37,13 @@ class ParameterPlace(NamedTuple):
     address: int | None   # of its memory; None where that is released
 
 
+class SectionHook(partial[Any]):
+    """A hook on the model: `SectionHook(function, section)`, called with the section first."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return partial, self.args   # for copies and pickles: the section says why it cannot be; pickle would say it of the function
+
+
 class Section:
     """A module that is gathered when it is called, and the units of its own parameters."""
 
@@ -53,6 +60,10 @@ class Section:
     def __deepcopy__(self, memo: Any) -> "Section":   # hooks of the model refer to it, so copying the model calls this
         raise UnitError("a sharded model cannot be copied: its parameters belong to a group of ranks. Make a plain model, and load what "
                         "engine.full_state_dict()[\"model\"] gives")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnitError("a sharded model cannot be pickled, as `torch.save(model)` does: its parameters belong to a group of ranks. Save "
+                        "what `engine.full_state_dict()` gives, or in a loop of your own the `state_dict()` of what fully_shard returns")
 
     def start_gather(self) -> None:
         """Start to gather the units that are released."""
@@ -87,8 +98,8 @@ class Section:
     def watch_parts(self) -> None:
         """From now on modules that hold its parameters raise when they are called, or asked for a state dict, while released."""
         for part in {place.module for place in self._places}:
-            part.register_forward_pre_hook(partial(_expect_gathered, self))
-            part.register_state_dict_pre_hook(partial(_expect_values, self))
+            part.register_forward_pre_hook(SectionHook(_expect_gathered, self))
+            part.register_state_dict_pre_hook(SectionHook(_expect_values, self))
 
     @property
     def may_go_early(self) -> bool:

@@ -35,7 +35,7 @@ from rankloom.parallel.call_order import Calls
 from rankloom.parallel.expert import ExpertReplicas
 from rankloom.parallel.follow import Guide
 from rankloom.parallel.reduction_order import Queue, Reducing
-from rankloom.parallel.sections import Section, inside_of_transform, make_gradients
+from rankloom.parallel.sections import Section, SectionHook, inside_of_transform, make_gradients
 from rankloom.parallel.wrapping import tensors_in
 from rankloom.shard.frames import Frames
 from rankloom.shard.gradient import Gradient
@@ -239,8 +239,8 @@ class Sharding:
 
     def _watch(self, section: Section) -> None:
         before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))   # users may compile modules
-        section.module.register_forward_pre_hook(partial(before, section), prepend=True)   # other hooks may read parameters
-        section.module.register_forward_hook(partial(after, section))
+        section.module.register_forward_pre_hook(SectionHook(before, section), prepend=True)   # other hooks may read parameters
+        section.module.register_forward_hook(SectionHook(after, section))
         for number, gradient in enumerate(section.gradients):
             for name, param in gradient.unit.params.items():
                 hook_gradient(param, self._landed, self._queue.numbers[section], number, name)
