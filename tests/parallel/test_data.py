@@ -709,13 +709,24 @@ def test_tied_parameters_count_once_and_frozen_ones_not_at_all():
     assert embeddings(nn.Embedding(3, 2)) == {"weight"}
 
 
-@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard, *(partial(
+WAYS_TO_TRAIN = [rl.data_parallel, rl.fully_shard, *(partial(
     lambda model, world, stage: rl.prepare(model, loss=lambda m, b: (m(b).sum(), 1), optimizer=torch.optim.AdamW, world=world, stage=stage),
-    stage=stage) for stage in (0, 1, 2, 3))])
+    stage=stage) for stage in (0, 1, 2, 3))]
+
+
+@pytest.mark.parametrize("wrap", WAYS_TO_TRAIN)
 @pytest.mark.parametrize("module", [nn.Embedding(9, 3, sparse=True), nn.Sequential(nn.EmbeddingBag(9, 3, sparse=True))])
 def test_torchs_sparse_gradients_are_refused_with_the_way_out(module, wrap):
     with pytest.raises(rl.ConfigError, match="sparse=True; leave it out"):
         rl.simulate(1, lambda w: wrap(copy.deepcopy(module), w))
+
+
+@pytest.mark.parametrize("wrap", [*WAYS_TO_TRAIN, lambda model, world: rl.tensor_parallel(model, {"2": "colwise"}, world)])
+@pytest.mark.parametrize(("lazy", "name"), [(lambda: nn.LazyLinear(4), "1.weight"),
+                                             (lambda: nn.LazyBatchNorm1d(affine=False), "1.running_mean")])
+def test_a_lazy_module_that_was_never_called_is_named(lazy, name, wrap):
+    with pytest.raises(rl.ConfigError, match=f"{name} of a lazy module has no shape yet: call the model once"):
+        rl.simulate(2, lambda w: wrap(nn.Sequential(nn.Linear(4, 4), lazy(), nn.Linear(4, 4)), w))
 
 
 def test_a_parameter_replaced_after_wrapping_is_an_error():

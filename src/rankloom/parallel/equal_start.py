@@ -34,12 +34,21 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def expect_model_and_group(model: Any, group: Any) -> None:
-    """Check the types of model and group. Raises ConfigError, also for a model that `data_parallel` or `fully_shard` has changed, and
-    for a group in which ranks hold different parts."""
+    """Check the types of model and group. Raises ConfigError, also for a model that has no shapes yet, or that `data_parallel` or
+    `fully_shard` has changed, and for a group in which ranks hold different parts."""
     expect_type("model", model, nn.Module, "a torch module")
     expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
+    expect_shapes(model)
     expect_unchanged(model)
     expect_same_part(model, group)
+
+
+def expect_shapes(model: nn.Module) -> None:
+    """Raise ConfigError when a lazy module of the model has not been called yet: nobody knows its shapes."""
+    for name, tensor in named_state(model):
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(f"{name} of a lazy module has no shape yet: call the model once, with an example of its inputs, before it is "
+                              "given to rankloom")
 
 
 def expect_unchanged(model: nn.Module) -> None:
