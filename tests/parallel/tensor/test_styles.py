@@ -78,22 +78,23 @@ class Fused(nn.Module):
 class InOneModule(nn.Module):
     """Attention and MLP, their layers side by side; the MLP's are wider than the queries, and no multiple of a head."""
 
-    def __init__(self, attribute: str, fused: bool, ffn: int):
+    def __init__(self, attribute: str, fused: bool, ffn: int, wide: str = "up"):
         super().__init__()
-        self.attribute, self.fused = attribute, fused
+        self.attribute, self.fused, self.wide = attribute, fused, wide
         setattr(self, attribute, 4 if "heads" in attribute else 3)
         if fused:
             self.qkv = nn.Linear(6, 36, bias=False)   # a bias of keys has a gradient of nothing but rounding
         else:
             self.q, self.k, self.v = (nn.Linear(6, 12, bias=False) for _ in "qkv")
-        self.o, self.up, self.gate, self.down = nn.Linear(12, 6), nn.Linear(6, ffn), nn.Linear(6, ffn), nn.Linear(ffn, 6)
+        self.o, self.gate, self.down = nn.Linear(12, 6), nn.Linear(6, ffn), nn.Linear(ffn, 6)
+        setattr(self, wide, nn.Linear(6, ffn))
 
     def forward(self, x):
         parts = self.qkv(x).chunk(3, -1) if self.fused else (self.q(x), self.k(x), self.v(x))
         shape = (getattr(self, self.attribute), -1) if "heads" in self.attribute else (-1, getattr(self, self.attribute))
         mixed = F.scaled_dot_product_attention(*(part.unflatten(-1, shape).transpose(1, 2) for part in parts), is_causal=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+        return x + self.down(F.silu(self.gate(x)) * getattr(self, self.wide)(x))
 
 
 class Grouped(nn.Module):
@@ -226,9 +227,9 @@ def test_queries_keys_and_values_in_one_matrix(ranks, heads, kv_heads):
     expect_equal(ranks, lambda: shaken(Fused(heads, kv_heads)), run, plan={"qkv": "packed_qkv_colwise", "out": "rowwise"})
 
 
-def small(attribute: str, fused: bool, ffn: int) -> nn.Module:
+def small(attribute: str, fused: bool, ffn: int, wide: str = "up") -> nn.Module:
     """With small values: the cosine of an output of thousands has lost four digits."""
-    model = shaken(InOneModule(attribute, fused, ffn))
+    model = shaken(InOneModule(attribute, fused, ffn, wide))
     for param in model.parameters():
         param.data *= 0.2
     return model
@@ -241,6 +242,15 @@ def test_an_mlp_beside_queries_keys_and_values_is_no_attention(attribute, fused,
     columns = {"qkv": "packed_qkv_colwise"} if fused else dict.fromkeys("qkv", "colwise")
     rest = {"up": "colwise", "gate": "colwise", "o": "rowwise", "down": "rowwise"}
     expect_equal(ranks, partial(small, attribute, fused, ffn), run, plan=columns | rest)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("attribute", ["num_heads", "head_dim"])
+@pytest.mark.parametrize(("wide", "fused"), [("fc", False), ("dense_h_to_4h", False), ("fc", True), ("a_name_that_nobody_knows", True)])
+def test_an_mlp_beside_attention_is_known_by_many_names_and_beside_fused_matrices_by_any(wide, fused, attribute, ranks):
+    columns = {"qkv": "packed_qkv_colwise"} if fused else dict.fromkeys("qkv", "colwise")
+    rest = {wide: "colwise", "gate": "colwise", "o": "rowwise", "down": "rowwise"}
+    expect_equal(ranks, partial(small, attribute, fused, 20, wide), run, plan=columns | rest)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

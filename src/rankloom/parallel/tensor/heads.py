@@ -28,7 +28,8 @@ QUERIES_OF_A_KEY = ("num_key_value_groups", "n_rep")
 SHORT_QUERIES, SHORT_WIDTHS = ("nh", "n_h", "h"), ("hd", "hs", "d_h", "dh")   # taken for heads only in attention
 CONFIGS = ("config", "cfg", "args")
 # Column-cut layers of an MLP, which may stand beside queries, keys and values in one module.
-OF_AN_MLP = re.compile(r"(up|gate|fc1|fc_in|c_fc|w1|w3|lin1|linear1|ff\d?|ffn\d?|mlp)(_\w+)?")
+OF_AN_MLP = re.compile(r"(up|gate|fc1|fc_in|c_fc|w1|w3|lin1|linear1|ff\d?|ffn\d?|mlp)(_\w+)?|"
+                       r"fc|lin_in|linear_in|dense_in|dense_h_to_4h|intermediate|expand")   # not fc_q, which is of attention
 
 
 class Cut(NamedTuple):

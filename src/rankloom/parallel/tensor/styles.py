@@ -209,8 +209,8 @@ def column(site: Site, *, gathers: bool = False) -> None:
     else:
         siblings = {name: n for name, n in cutting.features.items() if name.rpartition(".")[0] == site.parent}
         attention = [n for name, n in siblings.items() if not of_an_mlp(name)]
-        is_beside = of_an_mlp(site.name) and (
-            attention or "packed_qkv_colwise" in cutting.words_in(site.parent).values() or _has_whole_layers(site))
+        is_fused = "packed_qkv_colwise" in cutting.words_in(site.parent).values()   # then other layers are no queries, keys or values
+        is_beside = is_fused or (of_an_mlp(site.name) and (attention or _has_whole_layers(site)))
         heads = None if is_beside else heads_of(cutting.model.get_submodule(site.parent), site.parent, attention or [*siblings.values()])
         if heads:
             _expect_unfused(site, features, len(siblings))
