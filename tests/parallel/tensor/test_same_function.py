@@ -157,6 +157,11 @@ def test_a_size_of_the_whole_where_a_rank_has_a_part_is_explained():
         call(model)
 
 
+def test_cut_features_that_no_rowwise_layer_takes_are_explained():
+    with pytest.raises(rl.ConfigError, match=r"a Block, .*: it raises RuntimeError: .* without a rowwise layer .* packed_qkv_colwise"):
+        call(Model(Block), {"layers.*.up": "colwise"})
+
+
 class RefusesEvaluation(Block):
     def forward(self, x, **options):
         if self.up.out_features < 32 and not self.training:

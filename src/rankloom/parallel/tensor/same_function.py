@@ -32,7 +32,9 @@ from rankloom.world.group import Group
 Returned = dict[str, list[Tensor]]   # by module
 ACROSS = ("Does the plan cut something across? Matrices fused in one (packed_colwise, packed_qkv_colwise), a head, or features that are "
           "looked at together (a softmax, a mean, a norm)")
-A_SIZE = "Does it use a size of the whole, such as `self.n_embd`, where a rank has a part? Take it from the tensor: `x.shape[-1]`"
+A_SIZE = ("Does it use a size of the whole, such as `self.n_embd`, where a rank has a part? Take it from the tensor: `x.shape[-1]`. Else "
+          "the plan may leave cut features without a rowwise layer behind them, or cut across matrices fused in one, which must be "
+          "packed_colwise or packed_qkv_colwise")
 AT_MOST = 1 << 30   # elements of a block that is looked at: it is whole, for a moment, on every rank
 MANY = 0.25         # of the vectors in an output that may differ: a router of experts may send one of many elsewhere
 OF_WHAT_IS_ADDED = 0.02   # that may be rounding, many times over, in 16 bits in another kernel
