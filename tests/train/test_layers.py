@@ -498,7 +498,7 @@ def test_trying_a_model_leaves_it_as_it_was():
     (Bridged, "gives another output when it is cut into its layers"), (Scaled, "scale of Scaled stands in no module"),
     (Between, "uses norm in more places than before its layers or behind"), (Idle, "does not use spare"),
     (TwoLists, "2 lists of layers, body.steps and more"), (NoTokens, "no nn.Embedding"),
-    (ByWeight, "gives another output when it is cut into its layers"),
+    (ByWeight, r"another output when it is cut .*: it reads parameters of a module .* two modules \(`head.weight = table.weight`\)"),
     (NoisyBetween, "NoisyBetween changes, in training, what body.steps.0 gives to the layer behind it"),
     (NoisyBetweenInPlace, "changes, in training, what body.steps.0 gives to the layer behind it.*pipe=rl.Pipe"),
     (InADict, r"the layers of InADict return a dict, expected a tensor, or a tuple that begins with one; say where to cut"),
@@ -537,10 +537,27 @@ def test_a_layer_at_a_border_that_is_left_out_in_training_is_an_error(sizes, lef
 
 
 def test_a_model_that_fails_while_it_is_tried_is_refused_with_its_own_error():
-    reason = "AsksLayers was tried with a few tokens.*AttributeError: it reads `norm` of a .*, which is on another stage.*rl.Pipe"
+    reason = ("AsksLayers was tried with a few tokens.*AttributeError: it reads `norm` of a .*, which is on another stage; only one tensor "
+              "may pass from layer to layer, and no stage can look into modules of others; say where to cut with pipe=rl.Pipe")
     with pytest.raises(rl.ConfigError, match=reason) as caught:
         layer_pieces(AsksLayers())
     assert isinstance(caught.value.__cause__, AttributeError)
+
+
+def test_who_has_given_an_example_is_not_told_to_give_one():
+    with pytest.raises(rl.ConfigError, match=r"missing 1 required positional argument: 'weights'; say where to cut"):
+        layer_pieces(Weighed(), example=batches()[0][0])
+
+
+@pytest.mark.parametrize("example", [{}, {"example": batches()[0]}], ids=["tokens", "example"])
+def test_a_wrong_plan_for_tensor_ranks_is_not_taken_for_a_model_that_cannot_be_cut_into_stages(example):
+    def body(world):
+        plan = {"body.steps.*.mix": "colwise"}   # and no rowwise layer behind it
+        return prepare(world, tensor_plan=plan, pipe=rl.Pipe(**example))
+
+    with pytest.raises(rl.ConfigError, match=r"^rank \d: tensor_parallel in .*body.steps.0, a .*, is another function") as caught:
+        rl.simulate(rl.Mesh(pipe=2, tensor=2), body)
+    assert "rl.Pipe" not in str(caught.value)
 
 
 @pytest.mark.parametrize("family", ["Mamba", "Llama4"])

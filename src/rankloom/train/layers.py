@@ -26,7 +26,15 @@ from rankloom.base.names import full_name, is_inside
 from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.tensor.layers import with_first
 from rankloom.parallel.wrapping import has_parameters, tensors_in
-from rankloom.train.trial import ADVICE, ADVICE_WITH_EXAMPLE, Followed, expect_same_between_layers, try_call, zero_buffers
+from rankloom.train.trial import (
+    ADVICE,
+    ADVICE_FOR_PIECES,
+    ADVICE_WITH_EXAMPLE,
+    Followed,
+    expect_same_between_layers,
+    try_call,
+    zero_buffers,
+)
 
 Inputs = Callable[[], Any]
 
@@ -41,16 +49,16 @@ def layer_pieces(model: nn.Module, inputs: Inputs | None = None, example: Any = 
     raises:  ConfigError for a model that cannot be cut so, with the reason
     """
     layer_list = _list_of_layers(model)
-    trial = _trial_tokens(model) if example is None else example
+    trial, advice = (_trial_tokens(model), ADVICE_WITH_EXAMPLE) if example is None else (example, ADVICE)
     with torch.no_grad(), evaluating(model), zero_buffers(model, next(tensors_in(trial)).device):
-        roles, output = _find_roles(model, layer_list, trial)
+        roles, output = _find_roles(model, layer_list, trial, advice)
         runs = [_PieceRange(model, roles, run, inputs and (lambda: trial)) for run in _ranges(roles)]
         _expect_all_in(runs, model)
         value = trial
         for run in runs:
             value = _try_apart(run, value, model)
         _expect_same(value, output, model)
-        expect_same_between_layers(model, roles.layers, lambda: try_call(model, trial, model, **_options(model)))
+        expect_same_between_layers(model, roles.layers, lambda: try_call(model, trial, model, advice, **_options(model)))
     for run in runs:
         run.inputs = inputs
     return [(run.modules, run) for run in runs]
@@ -73,9 +81,9 @@ def _try_apart(run: "_PieceRange", value: Any, model: nn.Module) -> Any:
     followed = run.follow = Followed()
     try:
         with followed:
-            output = try_call(run, value, model)
+            output = try_call(run, value, model, ADVICE_FOR_PIECES)
     except ConfigError:   # of an operation that cannot be followed, such as a compiled one, or of the model itself
-        return try_call(run, value, model)
+        return try_call(run, value, model, ADVICE_FOR_PIECES)
     finally:
         run.follow = None
     if any(id(x) in followed.tensors for x in tensors_in(output)):
@@ -129,7 +137,7 @@ def _trial_tokens(model: nn.Module) -> Tensor:
     return torch.arange(2 * heads, device=next(model.parameters()).device)[None] % min(tables)
 
 
-def _find_roles(model: nn.Module, layer_list: str, trial: Any) -> tuple[_Roles, Any]:
+def _find_roles(model: nn.Module, layer_list: str, trial: Any, advice: str) -> tuple[_Roles, Any]:
     """Call the model, and note the order in which it uses its modules. Returns their roles, and its output."""
     watched = {name: child for place in _path(layer_list) for name, child in _children(model, place).items()
                if name not in _path(layer_list)}
@@ -141,7 +149,7 @@ def _find_roles(model: nn.Module, layer_list: str, trial: Any) -> tuple[_Roles, 
     hooks = [child.register_forward_hook(partial(note, name=name), with_kwargs=True) for name, child in watched.items()]
     versions = {name: param._version for name, param in model.named_parameters()}
     try:
-        output = try_call(model, trial, model, **_options(model))
+        output = try_call(model, trial, model, advice, **_options(model))
     finally:
         for hook in hooks:
             hook.remove()
@@ -211,8 +219,11 @@ def _expect_same(mine: Any, theirs: Any, model: nn.Module) -> None:
     pairs = list(zip(tensors_in(mine), tensors_in(theirs)))
     if not (type(mine) is type(theirs) and len(pairs) == len(list(tensors_in(theirs))) == len(list(tensors_in(mine))) and
             all(_close(ours, truth) for ours, truth in pairs)):
-        raise ConfigError(f"{type(model).__name__} gives another output when it is cut into its layers: only one tensor may pass from "
-                          f"layer to layer, and the model may not return those between its layers; {ADVICE}")
+        of_a_stand_in = any(not truth.is_meta and ours.isnan().any() and not truth.isnan().any() for ours, truth in pairs)
+        reason = ("it reads parameters of a module that is on another stage. If they are used in two places, give them to two modules "
+                  "(`head.weight = table.weight`), or" if of_a_stand_in else
+                  "only one tensor may pass from layer to layer, and the model may not return those between its layers;")
+        raise ConfigError(f"{type(model).__name__} gives another output when it is cut into its layers: {reason} {ADVICE}")
 
 
 def _close(mine: Tensor, truth: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, RankLost
 from rankloom.base.names import is_inside
 from rankloom.parallel.wrapping import tensors_in
 
@@ -20,6 +20,7 @@ READS_NO_VALUES = re.compile(r"_like|^new_|^(empty|zeros|ones|full)")   # names 
 OVERWRITES = {"zero_.default", "fill_.Scalar"}   # operations that leave nothing of what was in a tensor
 ADVICE = "say where to cut with pipe=rl.Pipe(pieces=..., loss=...), functions of the model"
 ADVICE_WITH_EXAMPLE = f"give a micro-batch to try it with, pipe=rl.Pipe(example=...), or {ADVICE}"
+ADVICE_FOR_PIECES = f"only one tensor may pass from layer to layer, and no stage can look into modules of others; {ADVICE}"
 
 
 @contextmanager
@@ -36,13 +37,15 @@ def zero_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
             buffers[key] = buffer
 
 
-def try_call(call: Callable[..., Any], value: Any, model: nn.Module, **options: Any) -> Any:
-    """What the call gives. value: its argument, or a tuple or list of them. raises: ConfigError with what the call raised"""
+def try_call(call: Callable[..., Any], value: Any, model: nn.Module, advice: str, **options: Any) -> Any:
+    """What the call gives. value: its argument, or a tuple or list of them. raises: ConfigError with what the call raised, and advice"""
     try:
         return call(*value, **options) if isinstance(value, tuple | list) else call(value, **options)
+    except (ConfigError, RankLost):   # such as a wrong plan for tensor ranks: they say themselves what to do
+        raise
     except Exception as error:
         raise ConfigError(f"{type(model).__name__} was tried with a few tokens, or an example, by position, to cut it into its layers, "
-                          f"and failed with {type(error).__name__}: {error}; {ADVICE_WITH_EXAMPLE}") from error
+                          f"and failed with {type(error).__name__}: {error}; {advice}") from error
 
 
 class Followed(TorchDispatchMode):
