@@ -275,6 +275,11 @@ def test_a_model_that_computes_otherwise_from_such_weights_is_refused_with_the_s
         run(table(model={key: here}, checkpoint={"resume": source}), 2)
 
 
+def test_a_run_with_another_optimizer_is_refused_with_the_checkpoint_and_the_key(table, source):
+    with pytest.raises(ModelMismatch, match=r"step-\d+: has the state of .optimizer. name = adamw, .*; give --optimizer.name adamw"):
+        run(table(optimizer={"name": "sgd"}, checkpoint={"resume": source}), 2)
+
+
 def test_experts_and_how_many_of_them_a_token_goes_through_are_part_of_the_model(table):
     moe, none = {"experts": 4, "top_k": 1, "ffn": 16}, {"ffn": None}
     summary, _ = run(table(model=none | {"moe": moe}, train={"steps": 2}, checkpoint={"interval": 2}))

@@ -1,4 +1,5 @@
-"""Facts about a run in its checkpoints: its tokenizer, its model, its settings. A resumed run must have the same tokenizer and model.
+"""Facts about a run in its checkpoints: its tokenizer, its model, its settings. A resumed run must have the same tokenizer, model
+and kind of optimizer.
 
 Tensor shapes do not show these. Other differences are only reported. train/resume.py uses this file. Checkpoints of `engine.save`, and
 older ones, have no such facts: then nothing is compared.
@@ -64,6 +65,9 @@ def misfit_of_run(path: Path, saved: Mapping[str, Any], job: Job) -> str | None:
     for key, here, there in _differences(mine["model"], saved.get("model", {})):
         flag = f"--model.moe {NONE}" if there == NONE else f"--model.{key} {_word(there)}"
         return f"{path}: is of a model with [model] {key} = {there}, and this one has {here}; give {flag}"
+    here, there = (settings.get("optimizer.name") for settings in (mine["settings"], saved.get("settings", {})))
+    if there and here != there:
+        return f"{path}: has the state of [optimizer] name = {there}, which is none for {here}; give --optimizer.name {there}"
     return None
 
 
