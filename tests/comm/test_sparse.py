@@ -82,6 +82,14 @@ def test_ranks_may_send_different_places_and_more_non_finite_values_than_fit_lea
     assert rl.simulate(2, body) == [([1.0, 1.0, 0.0], 1, True)] * 2
 
 
+def test_a_buffer_whose_places_do_not_fit_32_bits_is_refused_in_words():
+    def body(world):
+        with pytest.raises(rl.ConfigError, match="2147483649 values has more than 2147483648; compress in another way"):
+            TopK()._sum(torch.empty(sparse.MOST + 1, device="meta"), world)
+
+    rl.simulate(2, body)
+
+
 @pytest.mark.skipif(not sparse.NATIVE, reason="the part in C was not built")
 def test_c_refuses_buffers_of_the_wrong_size():
     x, places = torch.zeros(8).numpy(), torch.zeros(8, dtype=torch.int32).numpy()

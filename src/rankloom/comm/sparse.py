@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.cost import Bill, all_gather_bill
+from rankloom.base.errors import ConfigError
 from rankloom.base.tensors import memory_of
 from rankloom.comm.lossy import LABEL, Compressed
 from rankloom.world.group import Group
@@ -27,12 +28,14 @@ NATIVE = _sparse is not None
 ONE_IN = 100         # one in so many values is sent, rounded up
 SAMPLED = 1 << 16    # least values in a sample
 MARGIN = 1.25
+MOST = 1 << 31       # values in a buffer: places are sent in 32 bits
 
 
 class TopK(Compressed):
     """The all-reduce of this file.
 
     sent:   p-1 messages of 8k bytes, with k = n/100, rounded up
+    raises: ConfigError for more than 2^31 values
     memory: n fp32 errors
     source: Aji & Heafield 2017; Stich et al. 2018 (error feedback)
     """
@@ -42,6 +45,9 @@ class TopK(Compressed):
         self._error: Tensor | None = None
 
     def _sum(self, values: Tensor, group: Group) -> None:
+        if len(values) > MOST:
+            raise ConfigError(f"{group.where(LABEL)}: topk sends places in 32 bits, and a buffer of {len(values)} values has more than "
+                              f"{MOST}; compress in another way")
         if self._error is None:
             self._error = torch.zeros_like(values)
         if values.is_meta:   # on paper: only what is kept counts
