@@ -44,7 +44,8 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD, "## Keys of a config file\n", "Each can be given on the command line too: `--section.key value`; the value `none` "
              "removes it. `rankloom train` refuses what it does not know, and what has no effect beside other "
-             "keys, except how long samples are where there are none, and how many checkpoints are kept where none is written. A key without a default may be left out.\n"]
+             "keys, except how long samples are where there are none, and how many checkpoints are kept where none is "
+             "written. A key without a default may be left out.\n"]
     parts += section_tables(Config)
     parts += ["## Python\n", "`import rankloom as rl`, in the order of [rankloom/__init__.py](../src/rankloom/__init__.py).\n"]
     errors = [name for name in rl.__all__ if name in rl._ERRORS]
