@@ -300,7 +300,6 @@ def test_the_output_matrix_of_a_gpt_stays_with_the_root_whatever_units_hold_its_
         torch.testing.assert_close(losses, alone, rtol=1e-12, atol=0)
 
 
-
 def test_the_parts_of_an_adaptive_softmax_are_no_blocks_for_not_every_rank_calls_them():
     assert section_names(Rare()) == [""] and section_names(nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 12, [3, 6])) == [""]
     assert section_names(Rare(), nn.Linear) == section_names(Rare(), 1) == ["", "first"]
@@ -566,22 +565,13 @@ def two_layers() -> nn.Sequential:
 
 @pytest.mark.parametrize("part", ["", "0"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_copy_of_a_sharded_model_is_refused_in_words(stage, part):
+@pytest.mark.parametrize(("take", "verb"), [(copy.deepcopy, "copied"), (lambda model: torch.save(model, io.BytesIO()), "pickled")],
+                         ids=["copy", "save"])
+def test_a_copy_of_a_sharded_model_is_refused_in_words_and_so_is_saving_it_as_a_whole(take, verb, stage, part):
     def body(world):
         engine = rl.prepare(two_layers(), loss=lambda m, x: (m(x).sum(), len(x)), world=world, optimizer=torch.optim.AdamW, stage=stage)
-        with pytest.raises(UnitError, match="a sharded model cannot be copied|weight was used .* while it is released"):
-            copy.deepcopy(engine.model.get_submodule(part))
-
-    rl.simulate(2, body)
-
-
-@pytest.mark.parametrize("part", ["", "0"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_sharded_model_that_is_saved_as_a_whole_is_refused_in_words(stage, part):
-    def body(world):
-        engine = rl.prepare(two_layers(), loss=lambda m, x: (m(x).sum(), len(x)), world=world, optimizer=torch.optim.AdamW, stage=stage)
-        with pytest.raises(UnitError, match="a sharded model cannot be pickled|weight was used .* while it is released"):
-            torch.save(engine.model.get_submodule(part), io.BytesIO())
+        with pytest.raises(UnitError, match=f"a sharded model cannot be {verb}|weight was used .* while it is released"):
+            take(engine.model.get_submodule(part))
 
     rl.simulate(2, body)
 
