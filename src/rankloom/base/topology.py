@@ -173,7 +173,7 @@ class Topology:
 
     def is_even(self) -> bool:
         """Whether all nodes have equally many ranks."""
-        return len({len(node) for node in self.nodes}) == 1
+        return are_even(self.nodes)
 
     def among(self, ranks: Sequence[int]) -> "Topology":
         """The topology of a group of `ranks`, each numbered by its place in it. raises: ConfigError"""
@@ -187,6 +187,16 @@ class Topology:
         if self.is_even():
             return f"{len(self.nodes)} node{'s' * (len(self.nodes) > 1)} of {_ranks(len(self.nodes[0]))}"
         return f"{len(self.nodes)} nodes of {', '.join(str(len(node)) for node in self.nodes)} ranks"
+
+
+def node_with(nodes: Sequence[Sequence[int]], rank: int) -> int:
+    """The number of the node that has this rank."""
+    return next(at for at, node in enumerate(nodes) if rank in node)
+
+
+def are_even(nodes: Sequence[Sequence[int]]) -> bool:
+    """Whether all nodes have equally many ranks."""
+    return len({len(node) for node in nodes}) == 1
 
 
 def _as_tuples(nodes: Any) -> tuple[tuple[int, ...], ...]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from rankloom.base.cost import Bill, Path
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.shares import chunk_sizes
+from rankloom.base.topology import are_even, node_with
 from rankloom.comm.broadcast import binomial_broadcast, binomial_broadcast_bill, binomial_broadcast_path
 from rankloom.comm.operands import require_rows, summand, summing_dtype
 from rankloom.comm.ring import (
@@ -58,7 +59,7 @@ def hierarchical_all_reduce(x: Tensor, group: Group, nodes: Nodes, *,
     flat = summand(x, group, "hierarchical_all_reduce")
     node = nodes[_node_of(group, nodes)]
     sums, peers, place = flat.to(summing_dtype(x.dtype)), Subgroup(group, node), node.index(group.rank)
-    if _are_even(nodes):
+    if are_even(nodes):
         mine = ring_reduce_scatter(sums, peers)
         if len(nodes) > 1:
             mine = between(mine, Subgroup(group, [other[place] for other in nodes]))
@@ -136,19 +137,15 @@ def _node_of(group: Group, nodes: Nodes) -> int:
     """The number of this rank's node. raises: ConfigError unless `nodes` names each rank once"""
     if sorted(rank for node in nodes for rank in node) != list(range(group.size)) or not all(nodes):
         raise ConfigError(f"{group.where('nodes')}: {nodes} must name each of ranks 0..{group.size - 1} exactly once, by node, none empty")
-    return next(at for at, node in enumerate(nodes) if group.rank in node)
-
-
-def _are_even(nodes: Nodes) -> bool:
-    return len({len(node) for node in nodes}) == 1
+    return node_with(nodes, group.rank)
 
 
 def hierarchical_all_reduce_bill(n: int, nodes: Nodes, itemsize: int, rank: int = 0, *, wide: int = 1,
                                  between: Callable[..., Bill] = ring_all_reduce_bill) -> Bill:
     """What `rank` sends in `hierarchical_all_reduce`; between: the bill of the all-reduce between nodes"""
-    here = next(at for at, node in enumerate(nodes) if rank in node)
+    here = node_with(nodes, rank)
     size, place = len(nodes[here]), nodes[here].index(rank)
-    if not _are_even(nodes):
+    if not are_even(nodes):
         leader = between(n, len(nodes), itemsize * wide, here) if place == 0 else Bill()
         return tree_reduce_bill(n, size, itemsize * wide, place) + leader + binomial_broadcast_bill(n, size, itemsize, place)
     across = between(chunk_sizes(n, size)[place], len(nodes), itemsize * wide, here)
@@ -157,7 +154,7 @@ def hierarchical_all_reduce_bill(n: int, nodes: Nodes, itemsize: int, rank: int 
 
 def hierarchical_all_to_all_bill(n: int, nodes: Nodes, itemsize: int, rank: int = 0, *, wide: int = 1) -> Bill:
     """What `rank` sends in `hierarchical_all_to_all` of n rows, of `itemsize` bytes each."""
-    here = next(at for at, node in enumerate(nodes) if rank in node)
+    here = node_with(nodes, rank)
     size, place = len(nodes[here]), nodes[here].index(rank)
     share = n // sum(map(len, nodes)) * itemsize
     carried = [sum(len(nodes[there]) for there in _partners(nodes, here, at)) for at in range(size)]
@@ -170,7 +167,7 @@ def hierarchical_all_to_all_bill(n: int, nodes: Nodes, itemsize: int, rank: int 
 def hierarchical_all_reduce_paths(nbytes: int, nodes: Nodes, *, wide: int = 1) -> tuple[Path, Path]:
     """What all wait for in `hierarchical_all_reduce` of `nbytes`: the path inside nodes, and the path between them."""
     largest = max(map(len, nodes))
-    if not _are_even(nodes):
+    if not are_even(nodes):
         up_and_down = tree_reduce_path(nbytes * wide, largest) + binomial_broadcast_path(nbytes, largest)
         return up_and_down, ring_all_reduce_path(nbytes * wide, len(nodes))
     inside = ring_reduce_scatter_path(nbytes * wide, largest) + ring_all_gather_path(nbytes, largest)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rankloom.base.topology import node_with
 from rankloom.world.transport.call import DTYPES, EMPTY, OWN_LENGTHS, Call, Scratch, address_of, as_lanes, cut_in_units
 from rankloom.world.transport.codes import (
     ABORTED,
@@ -162,7 +163,7 @@ class Levels:
 
     def reduce(self, call: Call) -> None:
         """The root gets the sum."""
-        there = self.my.host_of(call.root)
+        there = node_with(self.my.nodes, call.root)
         sums = self._sum_inside(call, self._shares(call.inputs[0], call.dtype.itemsize))
         if there != self.my.here:
             if self.my.team:
@@ -223,7 +224,7 @@ class Levels:
     def broadcast(self, call: Call) -> None:
         """The root's host gets it first. Each share then travels in parts, one to each other host, which exchange their parts."""
         x = call.inputs[0] if call.inputs else call.outputs[0]
-        there = self.my.host_of(call.root)
+        there = node_with(self.my.nodes, call.root)
         if there == self.my.here:
             self._inside(BROADCAST, [x], [x], root=self.my.node.index(call.root))
         shares = self._shares(x)

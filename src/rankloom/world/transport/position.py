@@ -6,6 +6,8 @@ levels.py uses this file.
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from rankloom.base.topology import are_even, node_with
+
 
 class Position:
     """What one rank knows of it. A lane is what one rank gives, or gets.
@@ -23,19 +25,15 @@ class Position:
 
     def __init__(self, nodes: Sequence[Sequence[int]], rank: int):
         self.nodes, self.rank = nodes, rank
-        self.here = self.host_of(rank)
+        self.here = node_with(nodes, rank)
         self.node = nodes[self.here]
         self.place = self.node.index(rank)
-        self.is_even = len({len(node) for node in nodes}) == 1
+        self.is_even = are_even(nodes)
         self.team = [node[self.place if self.is_even else 0] for node in nodes] if self.is_even or self.place == 0 else []
         others = [node for node in nodes if node is not self.node]
         self.firsts, self.elsewhere = [node[0] for node in others], [other for node in others for other in node]
         self.deputies = [node[self.place % len(node)] for node in nodes]
         self.rounds = _rounds(self.node, others)
-
-    def host_of(self, rank: int) -> int:
-        """The number of a rank's host."""
-        return next(at for at, node in enumerate(self.nodes) if rank in node)
 
 
 def _rounds(mine: Sequence[int], others: Sequence[Sequence[int]]) -> list[tuple[int | None, ...]]:
