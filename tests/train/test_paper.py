@@ -60,6 +60,7 @@ def elements(part: ParameterPart, whole: torch.Tensor) -> torch.Tensor:
 
 MESHES = [
     ({}, 0, {}), ({"replicate": 3}, 0, {"global_batch_size": 9}), ({"shard": 2}, 1, {}), ({"replicate": 2, "shard": 2}, 2, {}),
+    ({"shard": 7}, 1, {"global_batch_size": 7}),   # the last rank owns less
     ({"shard": 4}, 3, {}), ({"tensor": 2}, 0, {}), ({"tensor": 4}, 0, {"tie": False}), ({"shard": 2, "tensor": 2}, 3, {}),
     ({"shard": 2, "tensor": 4}, 1, {}), ({"context": 2, "replicate": 2}, 0, {}), ({"pipe": 2}, 0, {"accumulate": 2, "tie": False}),
     ({"pipe": 2, "shard": 2, "tensor": 2}, 1, {"accumulate": 2}), ({"pipe": 3, "shard": 2}, 3, {"accumulate": 2}),
