@@ -120,7 +120,8 @@ def own_loop(wrap, make, world):
     losses, buffers = [], []
     try:
         for step, x in enumerate(rows):
-            world.barrier()   # ranks that are threads have one mode together
+            mode("default")
+            world.barrier()   # it waits for the GPU; and ranks that are threads have one mode together
             mode("error" if step > 1 else "default")
             losses.append((wrapped(x) - 1).square().mean())
             losses[-1].backward()
@@ -178,7 +179,7 @@ def engine_loop(begin, world):
     mode, (engine, batch) = torch.cuda.set_sync_debug_mode, begin(world)
     update, average = engine.optimizer.step, engine._replica_guard.buffers.average_changed
     # Ranks that are threads have one mode together: the barrier.
-    strict = lambda: [world.barrier(), mode("error" if engine.steps_done >= 2 else "default")]
+    strict = lambda: [mode("default"), world.barrier(), mode("error" if engine.steps_done >= 2 else "default")]
     engine.optimizer.step = lambda: [mode("default"), update()]
     engine._replica_guard.buffers.average_changed = lambda: [strict(), average(), mode("default")]
     losses = []

@@ -153,15 +153,13 @@ class Sampled:
     def compare(self) -> Callable[..., set[str]]:
         """Take samples now. What this returns tells later which of the tensors `among` some names have changed; it waits for the device,
         if that has not come so far yet."""
-        taken = list(zip(self._views, self._before, self._now()))
-        differences = [_difference(before, now) for _, before, now in taken]
+        masks = [_difference(before, now) for before, now in zip(self._before, self._now())]
 
         def changed(among: Set[str]) -> set[str]:
             found: set[str] = set()
-            for (views, before, now), is_there in zip(taken, differences):
-                if is_there():
-                    sizes = [view.numel() for view in views.values()]
-                    found |= {name for name, old, new in zip(views, before.split(sizes), now.split(sizes)) if not torch.equal(old, new)}
+            for views, mask in zip(self._views, masks):
+                parts = mask().split([view.numel() for view in views.values()])
+                found |= {name for name, part in zip(views, parts) if part.any()}
             return found & among
         return changed
 
@@ -169,16 +167,16 @@ class Sampled:
         return [torch.cat(list(views.values())) for views in self._views]
 
 
-def _difference(before: Tensor, now: Tensor) -> Callable[[], bool]:
-    """Tells whether two tensors differ. On a GPU the comparison is queued here, and only who asks waits for it."""
+def _difference(before: Tensor, now: Tensor) -> Callable[[], Tensor]:
+    """The mask [n] of where two tensors differ, on the CPU. On a GPU the comparison is queued here, and only who asks for it waits."""
+    mask = (before != now).to("cpu", non_blocking=True)
     if before.is_cpu:
-        return lambda: not torch.equal(before, now)
-    differ = (before != now).any().to("cpu", non_blocking=True)
+        return lambda: mask
     arrived = torch.cuda.current_stream(before.device).record_event()
 
-    def told() -> bool:
+    def told() -> Tensor:
         arrived.synchronize()
-        return bool(differ)
+        return mask
     return told
 
 
