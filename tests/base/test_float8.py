@@ -5,7 +5,7 @@ import torch
 
 from rankloom.base import float8
 from rankloom.base.errors import ShapeMismatch
-from rankloom.base.float8 import E4M3, E5M2, Float8, cast, magnitude, scale_of, scaled_product
+from rankloom.base.float8 import E4M3, E5M2, Float8, apart, cast, cast_twice, magnitude, magnitudes, scaled_product, scales_of
 
 FORMATS = [E4M3, E5M2]
 UNIT = 2.0**-24    # half a step of fp32: what one rounding loses at most, relative
@@ -68,7 +68,35 @@ def test_the_scale_is_the_smallest_power_of_two_at_which_the_largest_value_fits(
         x = torch.tensor([[largest, -largest / 3]])
         scale = in_float8(x, dtype).scale.item()
         assert limit * scale / 2 < x[0, 0].item() <= limit * scale, largest
-        assert scale == scale_of(x[:, :1], dtype).item() and torch.tensor(scale).frexp().mantissa == 0.5
+        assert scale == scales_of(x[:, :1], dtype).scale.item() and torch.tensor(scale).frexp().mantissa == 0.5
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+def test_magnitudes_of_many_tensors_are_those_of_each(given):
+    tensors = [normal(48, 16 * n, seed=n, spread=2.0).to(given) for n in range(1, 5)]
+    tensors[1][1, 1], tensors[2][2, 2], tensors[3][:] = torch.nan, -torch.inf, 0.0
+    expected = torch.cat([magnitude(x).view(1) for x in tensors])
+    torch.testing.assert_close(magnitudes(tensors), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("through", [lambda f: f, torch.compile(backend="aot_eager", fullgraph=True)], ids=["called", "in a graph"])
+@pytest.mark.parametrize("shape", [(5, 32), (1, 16), (48, 1)])
+def test_a_matrix_that_is_cast_twice_lies_by_rows_and_by_columns(dtype, through, shape):
+    for x in (normal(*shape, spread=2.0), normal(*shape[::-1], spread=2.0).t()):
+        given = x.clone()
+        by_rows, by_columns = through(lambda x: cast_twice(x, dtype, scales_of(magnitude(x), dtype)))(x)
+        assert by_rows.data.is_contiguous() and by_columns.data.t().is_contiguous()
+        assert by_rows.data.data_ptr() != by_columns.data.data_ptr() and torch.equal(x, given)
+        for found in (by_rows, by_columns):
+            assert torch.equal(found.values(), in_float8(x, dtype).values())
+
+
+def test_scales_that_are_made_together_lie_where_a_matrix_unit_takes_them():
+    """At addresses that divide by 16."""
+    scales = apart(torch.arange(7.0))
+    assert [scale.tolist() for scale in scales] == [[[float(n)]] for n in range(7)]
+    assert all(scale.data_ptr() % 16 == 0 and scale.is_contiguous() for scale in scales)
 
 
 def test_scales_are_of_the_whole_of_columns_or_of_rows():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.base.float8 import E4M3, E5M2, cast, magnitude, multiplies_float8, scaled_product
+from rankloom.base.float8 import E4M3, E5M2, cast, cast_twice, magnitude, magnitudes, multiplies_float8, scaled_product, scales_of
 from rankloom.models.config import preset
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
@@ -34,6 +34,32 @@ def test_a_device_casts_to_the_bits_of_the_cpu(dtype, dim, given):
     there = x.to(DEVICE)
     here, found = cast(x, dtype, magnitude(x, dim)), cast(there, dtype, magnitude(there, dim))
     assert torch.equal(found.data.cpu().view(torch.uint8), here.data.view(torch.uint8)) and torch.equal(found.scale.cpu(), here.scale)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(256, 512), (300, 16), (1, 272)])
+@pytest.mark.parametrize("known", [None, 0.5])
+def test_one_pass_writes_the_bits_of_the_cpu_by_rows_and_by_columns(dtype, given, shape, known):
+    """Also those of values out of range, where the scale was known before, and of a NaN; and of a matrix that lies by columns."""
+    x = (normal(*shape, seed=0) * torch.logspace(-6, 1, shape[1])).to(given)
+    x[0, 3] = torch.nan if known else 0.0
+    for there in (x.to(DEVICE), x.t().contiguous().to(DEVICE).t()):
+        reference = known and torch.full((1, 1), known)
+        here = cast(x, dtype, magnitude(x), reference=reference)
+        scales = scales_of(magnitude(there), dtype, reference=None if reference is None else reference.to(DEVICE))
+        by_rows, by_columns = cast_twice(there, dtype, scales)
+        assert by_rows.data.is_contiguous() and by_columns.data.t().is_contiguous(), "a product would have to copy it"
+        for found in (by_rows, by_columns):
+            torch.testing.assert_close(found.data.cpu().float(), here.data.float(), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(found.scale.cpu(), here.scale, rtol=0, atol=0, equal_nan=True)
+
+
+def test_magnitudes_of_many_tensors_are_those_of_each_on_a_device():
+    tensors = [normal(48, 16 * n, seed=n).to(torch.bfloat16).to(DEVICE) for n in range(1, 5)]
+    tensors[2][1, 1], tensors[3][2, 2] = torch.nan, -torch.inf
+    expected = torch.cat([magnitude(x).view(1) for x in tensors])
+    torch.testing.assert_close(magnitudes(tensors), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dims", [(None, None), (1, 0)])
@@ -88,6 +114,21 @@ def losses_of(recipe: Recipe | None) -> list[float]:
             layers.end_step(world)
     world.close()
     return losses
+
+
+def test_weights_that_are_gathered_in_eight_bits_train_as_those_that_are_cast_in_place():
+    """The same bytes: at stage 3 a unit lends them to the layers."""
+    def losses(stage):
+        torch._dynamo.reset()
+        world = rl.init(rl.Mesh(shard=1), device=DEVICE)
+        model = GPT(preset("1M", vocab_size=256, seq_len=64), device=DEVICE)
+        engine = rl.prepare(model, loss=language_model_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), world=world, stage=stage,
+                            precision="fp8", compile=True)
+        tokens = torch.randint(0, 256, (8, 65), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        found = [engine.step((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())).loss for _ in range(5)]
+        world.close()
+        return found
+    assert losses(3) == pytest.approx(losses(0), rel=2.0**-8)   # kernels that add in another order: one rounding to bf16
 
 
 def test_the_gradients_of_layers_on_a_device_are_as_near_the_exact_ones_as_the_emulation_s():

@@ -20,12 +20,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankloom.base.errors import ShapeMismatch
+from rankloom.base.triton import BUILDS, jit, tl
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STEP = 16            # matrix units need both dims of a weight, and the length of every sum, in multiples of this
 TINY = 2.0**-100     # a smaller amax counts as this, so that a scale and its inverse fit fp32
 FRACTION = 23        # bits of an fp32's fraction
 BIAS = 127           # of its exponent
+
+
+class Scales(NamedTuple):
+    """Powers of two in fp32: `inverse` takes a matrix into a format's range, `scale` back; that is NaN where the matrix is not finite."""
+
+    inverse: Tensor
+    scale: Tensor
 
 
 class Float8(NamedTuple):
@@ -49,24 +57,87 @@ def magnitude(x: Tensor, dim: int | None = None) -> Tensor:
     return largest.float().view(1, 1) if dim is None else largest.float()
 
 
+def magnitudes(tensors: list[Tensor]) -> Tensor:
+    """`magnitude` of each of n tensors, [n]: on a GPU a few kernels for any number of them."""
+    return torch.stack(torch._foreach_norm(tensors, torch.inf)).float()
+
+
 def cast(x: Tensor, dtype: torch.dtype, largest: Tensor, *, reference: Tensor | None = None, margin: int = 0) -> Float8:
     """x [m, n] in eight bits, rounded to nearest even; values out of range become the largest of the format.
 
     largest:   `magnitude(x)`: of the whole, of columns or of rows
+    reference: see `scales_of`, as for margin
+    """
+    scales = scales_of(largest, dtype, reference=reference, margin=margin)
+    return Float8(_rounded(x, dtype, scales.inverse), scales.scale)
+
+
+def scales_of(largest: Tensor, dtype: torch.dtype, *, reference: Tensor | None = None, margin: int = 0) -> Scales:
+    """The scales with which these largest magnitudes fit a format; any shape.
+
     reference: a magnitude to scale by instead, known before x (delayed scaling)
     margin:    powers of two left free above it
     """
-    limit = torch.finfo(dtype).max
     power = _power(largest if reference is None else reference, dtype) + margin
+    return Scales(_two_to(-power), torch.where(largest.isfinite(), _two_to(power), torch.nan))
+
+
+def apart(numbers: Tensor) -> tuple[Tensor, ...]:
+    """Each of n fp32 numbers as [1, 1], at an address that divides by 16: a device's own product takes no other scale."""
+    return numbers.view(-1, 1, 1).repeat(1, 1, 4)[..., :1].unbind()
+
+
+def cast_twice(x: Tensor, dtype: torch.dtype, scales: Scales) -> tuple[Float8, Float8]:
+    """As `cast`, with scales [1, 1]: for products that sum over n, and for those that sum over m.
+
+    Both are the same values, in memory by rows and by columns, 1 byte each: a device's own product reads only along the sum. On a GPU one
+    pass over 16-bit values writes both.
+    """
+    rows, columns = (_in_a_graph if torch.compiler.is_compiling() else _by_rows_and_columns)(x, dtype, scales.inverse)
+    return Float8(rows, scales.scale), Float8(columns.t(), scales.scale)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
+    limit = torch.finfo(dtype).max
     wide = x.float() if x.dtype == torch.float16 else x      # the inverse of a scale may not fit fp16
     # Clamp first: torch casts values out of range to NaN (E4M3) or infinity (E5M2). A NaN stays one.
-    data = (wide * _two_to(-power).to(wide.dtype)).clamp(-limit, limit).to(dtype)
-    return Float8(data, torch.where(largest.isfinite(), _two_to(power), torch.nan))
+    return (wide * inverse.to(wide.dtype)).clamp(-limit, limit).to(dtype)
 
 
-def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale that `cast` chooses for this largest magnitude."""
-    return torch.where(largest.isfinite(), _two_to(_power(largest, dtype)), torch.nan)
+HALVES = (torch.bfloat16, torch.float16)   # of fp32, Triton 3.6 builds a kernel that writes wrong bytes
+TILE, WARPS = 128, 8   # a program's square of the matrix, which it turns in a multiprocessor's shared memory
+
+
+@jit
+def _kernel(x, inverse, rows, columns, m, n, down, right, limit: tl.constexpr, tile: tl.constexpr):   # type: ignore[no-untyped-def, name-defined]
+    i = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    j = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
+    inside = (i < m)[:, None] & (j < n)[None, :]
+    values = tl.load(x + i[:, None] * down + j[None, :] * right, mask=inside, other=0.0).to(tl.float32) * tl.load(inverse)
+    eight = tl.clamp(values, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(rows.dtype.element_ty)
+    tl.store(rows + i[:, None] * n + j[None, :], eight, mask=inside)
+    tl.store(columns + j[:, None] * m + i[None, :], tl.trans(eight), mask=tl.trans(inside))
+
+
+def _by_rows_and_columns(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """`_rounded(x [m, n])` as [m, n] and as [n, m], both contiguous."""
+    m, n = x.shape
+    if not (BUILDS and x.dtype in HALVES and multiplies_float8(x.device)):
+        rows = _rounded(x, dtype, inverse).contiguous()
+        return rows, rows.t().clone(memory_format=torch.contiguous_format)
+    rows, columns = x.new_empty(m, n, dtype=dtype), x.new_empty(n, m, dtype=dtype)
+    _kernel[(-(-m // TILE), -(-n // TILE))](x, inverse, rows, columns, m, n, *x.stride(), limit=torch.finfo(dtype).max, tile=TILE,
+                                            num_warps=WARPS)
+    return rows, columns
+
+
+# One node of a compiled graph: layers that multiply the same input then share its cast, which calls of a kernel would not.
+_in_a_graph = torch.library.custom_op("rankloom::by_rows_and_columns", _by_rows_and_columns, mutates_args=())
+
+
+@_in_a_graph.register_fake
+def _(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype)
 
 
 def scaled_product(a: Float8, b: Float8, out_dtype: torch.dtype, *, fast_accum: bool = False) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rankloom.base.float8 import E4M3, Float8, cast, magnitude, scale_of
+from rankloom.base.float8 import E4M3, Float8, apart, cast, magnitude, scales_of
 from rankloom.shard.layout import FlatLayout
 
 
@@ -49,9 +49,8 @@ def decode(whole: Tensor, layout: FlatLayout, amaxes: Tensor) -> dict[str, Float
 
     whole: uint8 [total]   amaxes: fp32 [weights]
     """
-    values, scales = whole.view(E4M3), scale_of(amaxes, E4M3)
-    return {slot.name: Float8(values[slot.start : slot.end].view(slot.shape), scales[at].view(1, 1))
-            for at, slot in enumerate(layout.slots)}
+    values, scales = whole.view(E4M3), apart(scales_of(amaxes, E4M3).scale)
+    return {slot.name: Float8(values[slot.start : slot.end].view(slot.shape), scale) for slot, scale in zip(layout.slots, scales)}
 
 
 def _pieces(own: Tensor, layout: FlatLayout, rank: int) -> Iterator[tuple[int, Tensor]]:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankloom.base.errors import ConfigError, did_you_mean
-from rankloom.base.float8 import E4M3, E5M2, STEP, Float8, cast, magnitude, scaled_product
+from rankloom.base.float8 import E4M3, E5M2, STEP, Float8, Scales, apart, cast, cast_twice, magnitude, magnitudes, scaled_product, scales_of
 from rankloom.base.names import full_name
 from rankloom.parallel.tensor.holding import holdings
 from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear
@@ -126,8 +126,7 @@ class InFloat8(nn.Module):
         reference = self.meters[which].read(largest)
         if reference is None:
             largest = _agreed(largest, among, 1)
-        both = cast(x, dtype, largest, reference=reference, margin=self.recipe.margin)
-        return both, both
+        return cast_twice(x, dtype, scales_of(largest, dtype, reference=reference, margin=self.recipe.margin))
 
 
 class Float8Linear(InFloat8, nn.Linear):
@@ -193,15 +192,24 @@ class Float8Product(torch.autograd.Function):
 
 
 def cast_both_ways(x: Tensor, dtype: torch.dtype, recipe: Recipe, among: Among | None = None) -> tuple[Float8, Float8]:
-    """x [m, n] in 8 bits, for products that sum over n and for those that sum over m; the same tensor unless scaled by rows.
+    """x [m, n] in 8 bits, for products that sum over n and for those that sum over m; the same values unless scaled by rows.
 
     among: the ranks that hold the other parts of x
     sent:  with `among`, an all-reduce of one number; scaled by rows, of one number per row or column that is split
     """
     if recipe.scaling == "tensor":
-        both = cast(x, dtype, _agreed(magnitude(x), among, 0, 1))
-        return both, both
+        return cast_twice(x, dtype, scales_of(_agreed(magnitude(x), among, 0, 1), dtype))
     return cast(x, dtype, _agreed(magnitude(x, 1), among, 1)), cast(x, dtype, _agreed(magnitude(x, 0), among, 0))
+
+
+def cast_weights(layers: Sequence[InFloat8]) -> list[tuple[Float8, Float8]]:
+    """What `cast_weight` gives for each of some layers with one recipe. For all scales together a few kernels, and one message."""
+    if not layers or layers[0].recipe.scaling == "row":
+        return [layer.cast_weight(layer.weight) for layer in layers]
+    dtype, split = layers[0].recipe.forward, next((Among(layer.peers, 0) for layer in layers if layer.peers), None)
+    largest = magnitudes([layer.weight for layer in layers])
+    scales = scales_of(_agreed(largest, split, 0), dtype)   # a weight that all of them hold whole keeps its own
+    return [cast_twice(layer.weight, dtype, Scales(*pair)) for layer, *pair in zip(layers, *map(apart, scales))]
 
 
 def _agreed(largest: Tensor, among: Among | None, *over: int) -> Tensor:
@@ -249,13 +257,13 @@ class Float8Layers:
         """Before the first micro-batch.
 
         whole:  the model holds all its weights: cast each once, for all micro-batches
-        memory: if whole, 1 byte per weight until `end_step`; 2 when scaled by rows
+        memory: if whole, 2 bytes per weight until `end_step`
         """
         if self.history:
             self.history.abandon_step()   # clear what a failed step left behind
         self._cast = list(self.layers.values()) if whole else []
-        for layer in self._cast:
-            layer.held = layer.cast_weight(layer.weight)
+        for layer, both in zip(self._cast, cast_weights(self._cast)):
+            layer.held = both
 
     def end_step(self, group: Group, *, finite: bool = True) -> None:
         """Before the weights change: drop their casts, and agree on the magnitudes for the next step's scales.

@@ -3,17 +3,15 @@
 Pieces are combined in their order. 16-bit floats are added and multiplied in fp32, with one rounding at the end.
 """
 
-import shutil
 from collections.abc import Callable, Sequence
-from functools import cache, reduce
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
+from functools import reduce
 
 import torch
 from torch import Tensor
 
+from rankloom.base.triton import BUILDS
 from rankloom.world.transport.codes import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from rankloom.world.transport.cuda_sum import add_up
 
 JOIN: dict[int, Callable[..., Tensor]] = {
     SUM: torch.add, AVG: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum,
@@ -32,8 +30,8 @@ def combine(targets: Sequence[Tensor], pieces: Sequence[Tensor], dtype: torch.dt
     sums = dtype in FLOATS and op in (SUM, AVG)
     if sums and op == SUM and len(numbers) == 2:
         total = torch.add(*numbers, out=homes[0])   # torch adds 16-bit floats in fp32 internally
-    elif sums and numbers[0].is_cuda and (kernel := _sum_kernel()):
-        kernel(homes, numbers, op == AVG)   # one pass over memory; torch would need one for each piece
+    elif sums and numbers[0].is_cuda and BUILDS:
+        add_up(homes, numbers, op == AVG)   # one pass over memory; torch would need one for each piece
         return
     else:
         total = _fold(numbers, op)
@@ -57,10 +55,3 @@ def _fold_unsigned(numbers: Sequence[Tensor], op: int) -> Tensor:
         return _fold(numbers, op)
     first_bit = torch.iinfo(numbers[0].dtype).min
     return _fold([x ^ first_bit for x in numbers], op) ^ first_bit
-
-
-@cache
-def _sum_kernel() -> Any:
-    """One kernel for the sum of any number of pieces, if Triton can build one; else None, and torch adds them one by one."""
-    can_build = find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang")))
-    return import_module("rankloom.world.transport.cuda_sum").add_up if can_build else None

@@ -1,27 +1,18 @@
-"""Add up tensors on a GPU in one pass over memory: a Triton kernel, for three pieces or more.
+"""Add up tensors on a GPU in one pass over memory: a Triton kernel, for three pieces or more."""
 
-This file can be imported without Triton, which only CUDA builds of torch include; the kernel cannot be run then.
-"""
-
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-HAS_TRITON = find_spec("triton") is not None
-tl: Any = import_module("triton.language") if HAS_TRITON else None
-constexpr: Any = tl.constexpr if HAS_TRITON else object
-jit: Callable[[Callable], Any] = import_module("triton").jit if HAS_TRITON else lambda kernel: kernel
+from rankloom.base.triton import jit, tl
 
 BLOCK = 2048   # elements for each program of 8 warps: a few wide loads of every piece are in flight at a time
 WARPS = 8
 
 
 @jit
-def _kernel(targets, pieces, n, mean: constexpr, wide: constexpr, block: constexpr):   # type: ignore[no-untyped-def]
+def _kernel(targets, pieces, n, mean: tl.constexpr, wide: tl.constexpr, block: tl.constexpr):   # type: ignore[no-untyped-def, name-defined]
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < n
     total = tl.load(pieces[0] + at, mask=inside).to(wide)
