@@ -13,6 +13,7 @@ The price is at most half of the format's range. A matrix with a NaN or an infin
 """
 
 import struct
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -20,13 +21,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankloom.base.errors import ShapeMismatch
-from rankloom.base.triton import BUILDS, jit, tl
+from rankloom.base.triton import BUILDS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STEP = 16            # matrix units need both dims of a weight, and the length of every sum, in multiples of this
 TINY = 2.0**-100     # a smaller amax counts as this, so that a scale and its inverse fit fp32
 FRACTION = 23        # bits of an fp32's fraction
 BIAS = 127           # of its exponent
+HALVES = (torch.bfloat16, torch.float16)   # what the kernel casts: of fp32, Triton 3.6 builds one that writes wrong bytes
 
 
 class Scales(NamedTuple):
@@ -104,31 +106,12 @@ def _rounded(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
     return (wide * inverse.to(wide.dtype)).clamp(-limit, limit).to(dtype)
 
 
-HALVES = (torch.bfloat16, torch.float16)   # of fp32, Triton 3.6 builds a kernel that writes wrong bytes
-TILE, WARPS = 128, 8   # a program's square of the matrix, which it turns in a multiprocessor's shared memory
-
-
-@jit
-def _kernel(x, inverse, rows, columns, m, n, down, right, limit: tl.constexpr, tile: tl.constexpr):   # type: ignore[no-untyped-def, name-defined]
-    i = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    j = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
-    inside = (i < m)[:, None] & (j < n)[None, :]
-    values = tl.load(x + i[:, None] * down + j[None, :] * right, mask=inside, other=0.0).to(tl.float32) * tl.load(inverse)
-    eight = tl.clamp(values, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(rows.dtype.element_ty)
-    tl.store(rows + i[:, None] * n + j[None, :], eight, mask=inside)
-    tl.store(columns + j[:, None] * m + i[None, :], tl.trans(eight), mask=tl.trans(inside))
-
-
 def _by_rows_and_columns(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """`_rounded(x [m, n])` as [m, n] and as [n, m], both contiguous."""
-    m, n = x.shape
-    if not (BUILDS and x.dtype in HALVES and multiplies_float8(x.device)):
-        rows = _rounded(x, dtype, inverse).contiguous()
-        return rows, rows.t().clone(memory_format=torch.contiguous_format)
-    rows, columns = x.new_empty(m, n, dtype=dtype), x.new_empty(n, m, dtype=dtype)
-    _kernel[(-(-m // TILE), -(-n // TILE))](x, inverse, rows, columns, m, n, *x.stride(), limit=torch.finfo(dtype).max, tile=TILE,
-                                            num_warps=WARPS)
-    return rows, columns
+    if BUILDS and x.dtype in HALVES and multiplies_float8(x.device):
+        return import_module("rankloom.base.float8_kernel").by_rows_and_columns(x, dtype, inverse)   # type: ignore[no-any-return]
+    rows = _rounded(x, dtype, inverse).contiguous()
+    return rows, rows.t().clone(memory_format=torch.contiguous_format)
 
 
 # One node of a compiled graph: layers that multiply the same input then share its cast, which calls of a kernel would not.

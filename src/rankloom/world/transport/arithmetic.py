@@ -5,13 +5,13 @@ Pieces are combined in their order. 16-bit floats are added and multiplied in fp
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from rankloom.base.triton import BUILDS
 from rankloom.world.transport.codes import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
-from rankloom.world.transport.cuda_sum import add_up
 
 JOIN: dict[int, Callable[..., Tensor]] = {
     SUM: torch.add, AVG: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum,
@@ -31,7 +31,8 @@ def combine(targets: Sequence[Tensor], pieces: Sequence[Tensor], dtype: torch.dt
     if sums and op == SUM and len(numbers) == 2:
         total = torch.add(*numbers, out=homes[0])   # torch adds 16-bit floats in fp32 internally
     elif sums and numbers[0].is_cuda and BUILDS:
-        add_up(homes, numbers, op == AVG)   # one pass over memory; torch would need one for each piece
+        # One pass over memory; torch would need one for each piece.
+        import_module("rankloom.world.transport.cuda_sum").add_up(homes, numbers, op == AVG)
         return
     else:
         total = _fold(numbers, op)

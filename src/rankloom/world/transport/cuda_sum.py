@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rankloom.base.triton import jit, tl
+from rankloom.base.triton import language
 
+tl, jit = language()
 BLOCK = 2048   # elements for each program of 8 warps: a few wide loads of every piece are in flight at a time
 WARPS = 8
 
