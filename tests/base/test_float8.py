@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankloom.base import float8
+from rankloom.base import float8, float8_kernel
 from rankloom.base.errors import ShapeMismatch
 from rankloom.base.float8 import E4M3, E5M2, Float8, apart, cast, cast_twice, magnitude, magnitudes, scaled_product, scales_of
 
@@ -152,6 +152,27 @@ def test_what_is_not_finite_stays_visible(dtype, bad):
     assert not by_rows[3].any() and by_rows[:3].all() and by_rows[4:].all()
     known_before = cast(x, dtype, magnitude(x), reference=torch.ones(1, 1))
     assert not scaled_product(known_before, other, torch.bfloat16).isfinite().any()
+
+
+@pytest.mark.parametrize("one", [3, 2, None], ids=["by rows", "by columns", "odd"])
+@pytest.mark.parametrize("given", ["bf16", "fp16"])
+def test_the_kernel_casts_anew_for_each_of_its_two_stores(one, given, monkeypatch, tmp_path):
+    """Of one cast value that went into both, as Triton 3.7 understood it, ptxas 12.8 builds code that reads it before it is made.
+
+    one: which number of the shape and the strides is 1; the others divide by 16. None: no number is known
+    """
+    compiler, backends = pytest.importorskip("triton.compiler"), pytest.importorskip("triton.backends.compiler")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    numbers = tuple("constexpr" if at == one else "i32" for at in range(4))
+    signature = {"x": f"*{given}", "inverse": "*fp32", "written": ("*fp8e4nv", "*fp8e4nv"), "shape": numbers,
+                 "limit": "constexpr", "tile": "constexpr"}
+    fixed = {(4,): 448.0, (5,): float8_kernel.TILE} | ({} if one is None else {(3, one): 1})
+    even = [(0,), (1,), (2, 0), (2, 1), *((3, at) for at in range(4) if one not in (None, at))]
+    source = compiler.ASTSource(fn=float8_kernel._kernel, signature=signature, constexprs=fixed,
+                                attrs={path: [["tt.divisibility", 16]] for path in even})
+    built = compiler.compile(source, target=backends.GPUTarget("cuda", 90, 32), options={"num_warps": float8_kernel.WARPS})
+    pairs = float8_kernel.TILE**2 // (32 * float8_kernel.WARPS) // 2   # of values, for each thread: one instruction casts two
+    assert built.asm["ptx"].count("cvt.rn.satfinite.e4m3x2.f32") == 2 * pairs
 
 
 # ---------------------------------------------------------------------- products

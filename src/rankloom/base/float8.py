@@ -28,7 +28,7 @@ STEP = 16            # matrix units need both dims of a weight, and the length o
 TINY = 2.0**-100     # a smaller amax counts as this, so that a scale and its inverse fit fp32
 FRACTION = 23        # bits of an fp32's fraction
 BIAS = 127           # of its exponent
-HALVES = (torch.bfloat16, torch.float16)   # what the kernel casts: of fp32, Triton 3.6 builds one that writes wrong bytes
+HALVES = (torch.bfloat16, torch.float16)   # what the kernel casts: of fp32, ptxas 12.8 builds one that writes wrong bytes
 
 
 class Scales(NamedTuple):

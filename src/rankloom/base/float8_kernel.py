@@ -10,16 +10,22 @@ TILE, WARPS = 128, 8   # a program's square of the matrix, which it turns in a m
 
 
 @jit
+def _eight(values, inverse, limit: tl.constexpr, dtype: tl.constexpr):   # type: ignore[no-untyped-def, name-defined]
+    return tl.clamp(values.to(tl.float32) * inverse, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+
+
+@jit
 def _kernel(x, inverse, written, shape, limit: tl.constexpr, tile: tl.constexpr):   # type: ignore[no-untyped-def, name-defined]
     rows, columns = written
     m, n, down, right = shape
     i = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     j = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
     inside = (i < m)[:, None] & (j < n)[None, :]
-    values = tl.load(x + i[:, None] * down + j[None, :] * right, mask=inside, other=0.0).to(tl.float32) * tl.load(inverse)
-    eight = tl.clamp(values, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(rows.dtype.element_ty)
-    tl.store(rows + i[:, None] * n + j[None, :], eight, mask=inside)
-    tl.store(columns + j[:, None] * m + i[None, :], tl.trans(eight), mask=tl.trans(inside))
+    values, factor = tl.load(x + i[:, None] * down + j[None, :] * right, mask=inside, other=0.0), tl.load(inverse)
+    tl.store(rows + i[:, None] * n + j[None, :], _eight(values, factor, limit, rows.dtype.element_ty), mask=inside)
+    # Turned first, then cast anew: one cast value that goes into two stores ptxas 12.8 (in Triton 3.7) reads before it is made.
+    turned = _eight(tl.trans(values), factor, limit, rows.dtype.element_ty)
+    tl.store(columns + j[:, None] * m + i[None, :], turned, mask=tl.trans(inside))
 
 
 def by_rows_and_columns(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> tuple[Tensor, Tensor]:
