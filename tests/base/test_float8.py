@@ -1,5 +1,7 @@
 """Floats of eight bits: which neighbour a value is rounded to, what scales do, and that a product is the sum it says."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -152,6 +154,27 @@ def test_what_is_not_finite_stays_visible(dtype, bad):
     assert not by_rows[3].any() and by_rows[:3].all() and by_rows[4:].all()
     known_before = cast(x, dtype, magnitude(x), reference=torch.ones(1, 1))
     assert not scaled_product(known_before, other, torch.bfloat16).isfinite().any()
+
+
+def test_the_kernel_is_launched_on_the_device_where_the_matrix_lies(monkeypatch):
+    """Triton launches on the thread's current device, which may be another one."""
+    current, launched = [], []
+
+    @contextmanager
+    def device_of(x):
+        current.append(x)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda x, *args, **more: launched.append((x is current[-1], grid))
+
+    monkeypatch.setattr(float8_kernel, "_kernel", Kernel())
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    x = normal(130, 32).bfloat16()
+    float8_kernel.by_rows_and_columns(x, E4M3, torch.ones(1, 1))
+    assert launched == [(True, (2, 1))]
 
 
 @pytest.mark.parametrize("one", [3, 2, None], ids=["by rows", "by columns", "odd"])

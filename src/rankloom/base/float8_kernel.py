@@ -32,6 +32,7 @@ def by_rows_and_columns(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> tuple
     """x [m, n] x inverse [1, 1], rounded to `dtype`; values out of range become its largest. As [m, n] and as [n, m], both contiguous."""
     m, n = x.shape
     written = x.new_empty(m, n, dtype=dtype), x.new_empty(n, m, dtype=dtype)
-    _kernel[(-(-m // TILE), -(-n // TILE))](x, inverse, written, (m, n, *x.stride()), limit=torch.finfo(dtype).max, tile=TILE,
-                                            num_warps=WARPS)
+    with torch.cuda.device_of(x):   # Triton launches on the current device of the thread
+        _kernel[(-(-m // TILE), -(-n // TILE))](x, inverse, written, (m, n, *x.stride()), limit=torch.finfo(dtype).max, tile=TILE,
+                                                num_warps=WARPS)
     return written
