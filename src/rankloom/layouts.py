@@ -62,14 +62,9 @@ class Drawn:
         return self.config.mesh.as_mesh()
 
     @property
-    def axes(self) -> list[str]:
-        """The mesh axes with more than one rank."""
-        return [axis for axis, n in self.mesh.sizes().items() if n > 1]
-
-    @property
     def title(self) -> str:
         """Model and mesh."""
-        return f"{self.config.model.preset} on {self.mesh.product()}{f' = {self.mesh.size} ranks' if self.axes else ' rank'}"
+        return f"{self.config.model.preset} on {self.mesh.product()}{f' = {self.mesh.size} ranks' if self.mesh.in_use() else ' rank'}"
 
     @property
     def note(self) -> str:
@@ -95,7 +90,7 @@ def show_layout(words: Sequence[str], *, ranks: int | None, ranks_per_host: int 
     yield BYTES
     if config.train.offload:
         yield "offload: slices of parameters, gradients and optimizer state are in the host's memory"
-    if drawn.axes:
+    if drawn.mesh.in_use():
         yield table_of_groups(drawn)
         yield table_of_parameters(drawn)
     if config.train.stage and drawn.mesh.shard > 1:
@@ -164,8 +159,8 @@ def table_of_ranks(drawn: Drawn) -> Table:
     columns = {"rank": [str(part.rank) for part in drawn.ranks]}
     if drawn.hosts:
         columns["host"] = [str(_host(drawn.hosts, part.rank)) for part in drawn.ranks]
-    if drawn.axes:
-        columns[",\n".join(drawn.axes)] = [", ".join(str(part.coords[axis]) for axis in drawn.axes) for part in drawn.ranks]
+    if axes := drawn.mesh.in_use():
+        columns[",\n".join(axes)] = [", ".join(str(part.coords[axis]) for axis in axes) for part in drawn.ranks]
     if any(part.stages != (part.coords["pipe"],) for part in drawn.ranks):
         columns["stages"] = [say_numbers(part.stages) for part in drawn.ranks]
     columns["modules"] = [say_modules(modules_of(part)) for part in drawn.ranks]
@@ -187,7 +182,7 @@ def table_of_ranks(drawn: Drawn) -> Table:
 def table_of_groups(drawn: Drawn) -> Table:
     """A row for each axis: its groups of ranks, what they exchange, and whether between hosts."""
     rows = []
-    for axis in drawn.axes:
+    for axis in drawn.mesh.in_use():
         groups = list(dict.fromkeys(drawn.mesh.peers(part.rank, axis) for part in drawn.ranks))
         row = {"axis": f"{axis} {len(groups[0])}", "groups of ranks": _some([say_numbers(group) for group in groups])}
         if drawn.hosts:

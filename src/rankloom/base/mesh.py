@@ -37,6 +37,14 @@ class Mesh:
         """Axis name -> number of ranks along it, slowest axis first."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    def in_use(self) -> dict[str, int]:
+        """The axes along which there is more than one rank.
+
+        >>> Mesh(pipe=2, tensor=4).in_use()
+        {'pipe': 2, 'tensor': 4}
+        """
+        return {axis: n for axis, n in self.sizes().items() if n > 1}
+
     @property
     def size(self) -> int:
         """The number of ranks the whole grid needs."""
@@ -71,10 +79,8 @@ class Mesh:
                             "another mesh")
 
     def product(self) -> str:
-        """The product of the axes that split anything, for messages: `pipe 2 x tensor 2`."""
-        split = [f"{axis} {n}" for axis, n in self.sizes().items() if n > 1]
-        return " x ".join(split) or "1"
+        """The product of the axes in use, for messages: `pipe 2 x tensor 2`."""
+        return " x ".join(f"{axis} {n}" for axis, n in self.in_use().items()) or "1"
 
     def __str__(self) -> str:
-        split = ", ".join(f"{axis}={n}" for axis, n in self.sizes().items() if n > 1)
-        return f"Mesh({split})"
+        return f"Mesh({', '.join(f'{axis}={n}' for axis, n in self.in_use().items())})"

@@ -170,7 +170,7 @@ def check_alike(world: World, settings: Settings, stage: int, asked: Mapping[str
         mine["accumulate"] = settings.accumulate
     else:   # a rank may have less memory than others
         del mine["offload"]
-    if all(world.mesh.sizes()[axis] == 1 for axis in ("context", "tensor", "expert")):   # no block has collectives; making a plan has
+    if not world.mesh.in_use().keys() & {"context", "tensor", "expert"}:   # no block has collectives; making a plan has
         mine["recompute"] = "a number of bytes" if parse_policy(asked["recompute"])[1] else "none, selective or full"
     of_stage: dict[str, Any] = {name: mine.pop(name) for name in ("offload", "recompute") if name in mine and world.mesh.pipe > 1}
     expect_alike(world, "way to train", mine)

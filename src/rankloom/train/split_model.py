@@ -26,7 +26,7 @@ PART_AXES = ("pipe", "shard", "tensor", "expert")   # ranks along these hold dif
 
 def is_split(world: World) -> bool:
     """Whether the mesh has ranks along any axis but the data axes."""
-    return any(n > 1 for axis, n in world.mesh.sizes().items() if axis not in DATA_AXES)
+    return bool(world.mesh.in_use().keys() - DATA_AXES)
 
 
 def beside_pipe(world: World) -> Group:
@@ -43,13 +43,13 @@ def split_model(model: nn.Module, world: World, tensor_plan: Mapping[str, str] |
     tell:   see `context_parallel`
     raises: what the three techniques raise
     """
-    sizes = world.mesh.sizes()
-    if sizes["tensor"] > 1:
+    mesh = world.mesh
+    if mesh.tensor > 1:
         tensor_parallel(model, tensor_plan, world.group("tensor"), overlap=tensor_overlap)
-    if sizes["expert"] > 1:
+    if mesh.expert > 1:
         expert_parallel(model, world.group("expert"))
-    if sizes["context"] > 1 and sizes["pipe"] == 1:
+    if mesh.context > 1 and mesh.pipe == 1:
         context_parallel(model, world.group("context"), context, tell=tell)
-    elif sizes["context"] > 1:   # stages are told their tokens by the engine (running_microbatch.py)
+    elif mesh.context > 1:   # stages are told their tokens by the engine (running_microbatch.py)
         expect_no_dropout(model, world.group("context"), but=KEYED_DROPOUT)
     return ModelSplit.of(model, world.group("tensor"), world.group("expert"), world.group("context"))

@@ -63,9 +63,8 @@ class Scene:
     @property
     def bars(self) -> list[str]:
         """The bars to draw."""
-        sizes = self.mesh.sizes()
         rows = len({part.rows for part in self.ranks}) > 1
-        there = {"experts": sizes["expert"] > 1, "rows": rows, "tokens": sizes["context"] > 1}
+        there = {"experts": self.mesh.expert > 1, "rows": rows, "tokens": self.mesh.context > 1}
         return [name for name, drawn in there.items() if drawn]
 
     @property
@@ -75,14 +74,9 @@ class Scene:
         return size.header + size.slab + 2 * size.gap + size.bar * (len(self.bars) + (size is LARGE))
 
     @property
-    def axes(self) -> list[str]:
-        """The mesh axes with more than one rank."""
-        return [axis for axis, n in self.mesh.sizes().items() if n > 1]
-
-    @property
     def letters(self) -> bool:
         """Whether axes are named by their first letters, for lack of room."""
-        return self.size is SMALL or len(self.axes) > 3
+        return self.size is SMALL or len(self.mesh.in_use()) > 3
 
     @property
     def columns(self) -> int:
@@ -144,8 +138,9 @@ def draw_rank(scene: Scene, part: RankPart, left: float, top: float) -> Iterator
     large = size is LARGE
     base = top + size.header * 0.68
     yield Word(left + size.gap, base, f"rank {part.rank}" if large else str(part.rank), 14 if large else 11, "#ffffff", bold=True)
-    coords = " ".join(f"{axis[0]}{part.coords[axis]}" for axis in scene.axes) if scene.letters else ", ".join(
-        f"{axis} {part.coords[axis]}" for axis in scene.axes)
+    axes = scene.mesh.in_use()
+    coords = (" ".join(f"{axis[0]}{part.coords[axis]}" for axis in axes) if scene.letters else
+              ", ".join(f"{axis} {part.coords[axis]}" for axis in axes))
     yield Word(left + size.width - size.gap, base, coords, size.words, "#ffffff", "end")
     at = top + size.header + size.gap
     yield from draw_strip(scene, part, left + size.gap, at)
@@ -231,7 +226,7 @@ def draw_legend(scene: Scene, top: float) -> Iterator[Mark]:
         words = "beside that, kept whole" if scene.kept else "beside that, gathered while it is used, then let go"
         lines.append(((tint(colour, 0.5 if scene.kept else 0.82),), words))
     lines += [((GHOST,), "on other ranks only")]
-    lines += [((), "letters: " + ", ".join(f"{axis[0]} {axis}" for axis in scene.axes))] if scene.letters else []
+    lines += [((), "letters: " + ", ".join(f"{axis[0]} {axis}" for axis in scene.mesh.in_use()))] if scene.letters else []
     stages = [COLOURS[at % len(COLOURS)] for at in range(mesh.pipe)]
     lines += [(tuple(stages), f"stages of the pipeline: pipe 0 to {mesh.pipe - 1}")] if mesh.pipe > 1 else []
     for number, (fills, words) in enumerate(lines):
