@@ -23,7 +23,7 @@ from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.pipeline.cut import Piece, balance, multiplied_parameters, sequential_pieces
 from rankloom.parallel.pipeline.runtime import Loss
 from rankloom.train.dropout import Keyed
-from rankloom.train.layers import layer_pieces
+from rankloom.train.layer_pieces import layer_pieces
 from rankloom.train.precision import Precision, cast_floats_in
 
 WholeLoss = Callable[[Any, Any], tuple[Tensor, Any]]   # loss(model, micro-batch) -> (sum, count)
@@ -35,7 +35,7 @@ class Pipe:
 
     pieces:   model -> its pieces, in order (parallel/pipeline/cut.py). If it has parameters `part` (as `gpt_pieces`), `inputs` or
               `example` (as `layer_pieces`), it is given these too. None: `gpt_pieces` for our GPT, `sequential_pieces` for an
-              `nn.Sequential`, else `layer_pieces` (train/layers.py)
+              `nn.Sequential`, else `layer_pieces` (train/layer_pieces.py)
     loss:     model -> loss(output of the last piece, second part of a micro-batch) -> (sum, count). None: the loss of one process, on
               a stand-in for the model
     schedule: a name of `rankloom schedule list`

@@ -1,6 +1,6 @@
 """Trial calls that show how a model can be cut into its layers, without relying on the values computed.
 
-train/layers.py cuts it, and says what a piece is.
+train/layer_pieces.py cuts it, and says what a piece is.
 """
 
 import re

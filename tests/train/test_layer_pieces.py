@@ -18,7 +18,7 @@ from torch import nn
 import rankloom as rl
 from closeness import expect_close, tensors_of
 from rankloom.parallel.pipeline.cut import Stage, make_stages
-from rankloom.train.layers import layer_pieces
+from rankloom.train.layer_pieces import layer_pieces
 from seeded import shaken
 from token_rows import token_batches
 
