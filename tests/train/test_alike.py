@@ -10,8 +10,9 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.models.loss import language_model_loss
-from rankloom.train.alike import Numbers, expect_alike
+from rankloom.parallel.equal_start import expect_same_values
 from rankloom.train.config import make_config, shared_settings
+from rankloom.train.fingerprints import Numbers
 
 
 def line() -> nn.Module:
@@ -175,13 +176,13 @@ def test_a_rank_whose_model_computes_something_else_under_the_same_name_is_told_
 def test_the_hash_of_a_models_code_does_not_depend_on_the_process():
     """The order in a set of strings does; it is written out by three processes of their own."""
     program = """
-import rankloom.train.alike as alike
+import rankloom.train.fingerprints as fingerprints
 from torch import nn
 class Own(nn.Module):
     def forward(self, x, kind):
         inner = lambda: kind in {"one", "two", "three", "four"}
         return x if inner() or kind in {"five", "six", "seven"} else -x
-print(alike.code_of(nn.Sequential(nn.Linear(2, 2), Own())))
+print(fingerprints.code_of(nn.Sequential(nn.Linear(2, 2), Own())))
 """
     said = {subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": str(seed)}, capture_output=True, text=True,
                            check=True).stdout for seed in (1, 2, 3)}
@@ -191,9 +192,9 @@ print(alike.code_of(nn.Sequential(nn.Linear(2, 2), Own())))
 def test_configs_are_compared_but_for_what_is_of_a_host():
     train = {"global_batch_size": 2, "threads": 1}
     config = lambda rank, **other: make_config({"train": train | other, "data": {"source": f"/host{rank}/texts"}}, "test")
-    rl.simulate(2, lambda world: expect_alike(world, "config", shared_settings(config(world.rank, threads=1 + world.rank))))
+    rl.simulate(2, lambda world: expect_same_values(world, "config", shared_settings(config(world.rank, threads=1 + world.rank))))
     with pytest.raises(rl.ConfigError, match="rank 1 was given another config than rank 0: train.steps is 8, on rank 0 7"):
-        rl.simulate(2, lambda world: expect_alike(world, "config", shared_settings(config(world.rank, steps=7 + world.rank))))
+        rl.simulate(2, lambda world: expect_same_values(world, "config", shared_settings(config(world.rank, steps=7 + world.rank))))
 
 
 def plateau(engine: rl.Engine, rank: int) -> None:

@@ -18,7 +18,7 @@ from rankloom.base.hooks import hook_gradient, keep_with
 from rankloom.base.names import full_name
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT
-from rankloom.parallel.equal_start import expect_model_and_group, expect_same_options, make_replicas_equal
+from rankloom.parallel.equal_start import expect_model_and_group, expect_same_values, make_replicas_equal
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.guards import watch_optimizers
 from rankloom.parallel.replicas import ReplicaGuard
@@ -132,7 +132,7 @@ def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND, 
     expect_model_and_group(model, group)
     expect_cpu_backend(group)
     expect_no_sync_batch_norm(model, group.size)
-    expect_same_options(group, group.alone(), "way to reduce gradients", {
+    expect_same_values(group, "way to reduce gradients", {
         "all_reduce": all_reduce, "compress": compress, "compress_after": compress_after, "bucket_bytes": bucket_bytes})
     make_replicas_equal(model, group)
     reducer = GradientReducer(trainable(model), group, all_reduce=all_reduce, compress=compress, compress_after=compress_after,

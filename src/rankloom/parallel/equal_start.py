@@ -1,4 +1,4 @@
-"""Replicas start equal: before training, all ranks must hold the same tensors, and take the values of rank 0."""
+"""Replicas start equal: before training, all ranks must have the same options and tensors, and take the values of rank 0."""
 
 import gc
 import hashlib
@@ -71,22 +71,23 @@ def expect_unchanged(model: nn.Module) -> None:
                               "`nn.ModuleDict`, and wrap or prepare that")
 
 
-def expect_same_options(group: Group, replicas: Group, what: str, mine: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless all ranks were given the same options: with others they would wait for each other. A collective.
+def expect_same_values(group: Group, what: str, mine: Mapping[str, Any], advice: str = "") -> None:
+    """Raise ConfigError, on all ranks, unless every rank was given the same values. A collective.
 
-    mine:   this rank's options, by name
-    raises: on all ranks of `group`, and on all that hold the same in other groups, its `replicas`
+    mine:   this rank's values, by name
+    advice: appended to the message
+    sent:   the values as text, once to every rank
     """
-    replicas.agree(how_values_differ(group, what, mine), label=f"the same {what}")
-    if problem := how_values_differ(replicas, what, mine):
-        raise ConfigError(problem)
+    if problem := _first_difference(group, what, mine):
+        raise ConfigError(problem + advice)
 
 
-def how_values_differ(group: Group, what: str, mine: Mapping[str, Any]) -> str | None:
-    """Where a rank has other values than the first of the group, or None: the same on all ranks of the group.
+def expect_same_values_in(part: Group, everyone: Group, what: str, mine: Mapping[str, Any]) -> None:
+    """As `expect_same_values` among the ranks of each part; the error is raised on all ranks of `everyone`."""
+    everyone.agree(_first_difference(part, what, mine), label=f"the same {what}")
 
-    sent: the values as text, once to every rank
-    """
+
+def _first_difference(group: Group, what: str, mine: Mapping[str, Any]) -> str | None:
     everyone = group.all_gather_object({name: repr(value) for name, value in mine.items()}, label=f"the same {what}")
     return first_difference(what, everyone, group.ranks)
 

@@ -26,7 +26,7 @@ from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
 from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import BufferKeeper
-from rankloom.parallel.equal_start import expect_model_and_group, expect_same_options, make_replicas_equal
+from rankloom.parallel.equal_start import expect_model_and_group, expect_same_values, expect_same_values_in, make_replicas_equal
 from rankloom.parallel.guards import guard_owners
 from rankloom.parallel.initial_values import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.known_parameters import KnownParameters
@@ -246,9 +246,10 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     expect_counts(ahead=ahead)
     if (fill is None) == any(param.is_meta for param in model.parameters()):
         raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
-    expect_same_options(group, replicas, "way to shard", {
-        "units": comparable(units), "compute": compute, "reduce": reduce, "compress": compress, "compress_after": compress_after,
-        "reshard_after_forward": reshard_after_forward, "ahead": ahead})
+    options = {"units": comparable(units), "compute": compute, "reduce": reduce, "compress": compress, "compress_after": compress_after,
+               "reshard_after_forward": reshard_after_forward, "ahead": ahead}
+    expect_same_values_in(group, replicas, "way to shard", options)
+    expect_same_values(replicas, "way to shard", options)
     first = None
     if fill is None:
         for ranks in (group, replicas):

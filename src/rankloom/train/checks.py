@@ -18,12 +18,11 @@ from rankloom.base.expect import expect_callable, expect_type
 from rankloom.base.hooks import hooks_of
 from rankloom.parallel.axes import axes_of
 from rankloom.parallel.context import RING, expect_kind
-from rankloom.parallel.equal_start import expect_shapes, expect_unchanged
+from rankloom.parallel.equal_start import expect_same_values, expect_same_values_in, expect_shapes, expect_unchanged
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.tensor.apply import expect_pieces, expect_plan
 from rankloom.parallel.wrapping import Policy, comparable, section_names
 from rankloom.parallel.zero import STAGES, expect_counts
-from rankloom.train.alike import expect_alike, expect_alike_in
 from rankloom.train.batch_size import LOGICAL_SHARDS
 from rankloom.train.blocks import blocks_of, classes_in
 from rankloom.train.engine import Loss, Settings
@@ -173,6 +172,6 @@ def check_alike(world: World, settings: Settings, stage: int, asked: Mapping[str
     if not world.mesh.in_use().keys() & {"context", "tensor", "expert"}:   # no block has collectives; making a plan has
         mine["recompute"] = "a number of bytes" if parse_policy(asked["recompute"])[1] else "none, selective or full"
     of_stage: dict[str, Any] = {name: mine.pop(name) for name in ("offload", "recompute") if name in mine and world.mesh.pipe > 1}
-    expect_alike(world, "way to train", mine)
+    expect_same_values(world, "way to train", mine)
     if of_stage:   # the first stage of a pipeline holds the most micro-batches, and may recompute or offload more than the others
-        expect_alike_in(beside_pipe(world), world, "way to train", of_stage)
+        expect_same_values_in(beside_pipe(world), world, "way to train", of_stage)

@@ -32,16 +32,17 @@ from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.base.shares import share
 from rankloom.parallel.context import called_apart
+from rankloom.parallel.equal_start import expect_same_values
 from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.tokens_apart import Apart
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
-from rankloom.train.alike import Numbers, expect_alike, numbers_of
 from rankloom.train.batches import cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches, step_with
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import explain_non_finite
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.error_notes import buffers_named, tokens_named
 from rankloom.train.expert_books import ExpertBooks
+from rankloom.train.fingerprints import Numbers, numbers_of
 from rankloom.train.first_steps import FirstSteps
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.memory_report import Held, explain_out_of_memory, held_by, peak_memory
@@ -281,7 +282,7 @@ class Engine:
         summed, alike = self.placement.finish(totals, self._numbers.mark(self.optimizer) ^ buffers.mark())
         buffers.heed(alike)
         if not alike:
-            expect_alike(self.tokens, "optimizer in this step", numbers_of(self.optimizer), advice=SAME_RATES)
+            expect_same_values(self.tokens, "optimizer in this step", numbers_of(self.optimizer), advice=SAME_RATES)
         return summed
 
     def _tokens_apart(self, apart: Apart) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from rankloom.data.arrays import Tokens
 from rankloom.data.corpus import Corpus, prepare_corpus, tokenizer_hash
 from rankloom.data.loader import TokenSamples
 from rankloom.models.config import GPTConfig, MoEConfig, parameter_count
-from rankloom.train.alike import expect_alike
+from rankloom.parallel.equal_start import expect_same_values
 from rankloom.train.config import write_config
 from rankloom.train.long_work import while_others_wait
 from rankloom.train.run_folder import claim_run_folder, describe_environment, hold, leave_if_empty, write_json
@@ -96,7 +96,7 @@ def open_corpus(config: Config, world: World, sink: Sink) -> Corpus:
         )
 
     corpus = while_others_wait(world, prepare_here if world.local_rank == 0 else None, label="tokenise") or prepare_here()
-    expect_alike(world, "data", {
+    expect_same_values(world, "data", {
         "tokens for training": len(corpus.train), "tokens for validation": len(corpus.validation),
         "hash of the text": corpus.split, "hash of the tokenizer": corpus.tokenizer and tokenizer_hash(corpus.tokenizer)},
         f" text ({data.source}) and tokenizer: a host's copy may be older, and Python's own library differs between its versions")

@@ -17,7 +17,7 @@ from rankloom.data.loader import Batch, Loader, evaluation_batches
 from rankloom.models.config import GPTConfig, parameter_count
 from rankloom.models.gpt import GPT, initial_values
 from rankloom.models.loss import language_model_loss
-from rankloom.train.alike import expect_alike
+from rankloom.parallel.equal_start import expect_same_values
 from rankloom.train.config import shared_settings, with_ranks
 from rankloom.train.engine import Engine
 from rankloom.train.finish import Summary, finish_run, save_weights
@@ -40,7 +40,7 @@ def train(config: Config, world: World, sink: Sink) -> Summary:
     raises: ConfigError, DataError, on all ranks together; what a step raises
     """
     config = with_ranks(config, world.size)
-    expect_alike(world, "config", shared_settings(config))
+    expect_same_values(world, "config", shared_settings(config))
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     run = open_run(config, world)

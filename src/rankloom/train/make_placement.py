@@ -18,6 +18,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import is_hooked
 from rankloom.base.tensors import keep_until_read
 from rankloom.parallel.data import embeddings
+from rankloom.parallel.equal_start import expect_same_values
 from rankloom.parallel.expert import TOKEN_AXES, ExpertReplicas
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.initial_values import FirstValues, SharedValues, give_memory
@@ -27,8 +28,8 @@ from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.zero import ShardingStrategy, shard
 from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import Build, Optimizer, give_owners, make_optimizer, needs_whole_matrices, stand_in
-from rankloom.train.alike import expect_alike, numbers_of
 from rankloom.train.engine import Settings
+from rankloom.train.fingerprints import numbers_of
 from rankloom.train.pipeline_stages import LocalStages, PipelinePlacement
 from rankloom.train.placement import CanonicalReplicatedPlacement, Placement, ReplicatedPlacement
 from rankloom.train.precision import cast_activations
@@ -130,7 +131,7 @@ def _expect_uncut(whole: frozenset[str], split: ModelSplit) -> None:
 
 def _made_alike(build: Build, params: Mapping[str, nn.Parameter], world: World) -> Optimizer:
     optimizer = make_optimizer(build, params)
-    expect_alike(world.group(*ROW_AXES), "optimizer", numbers_of(optimizer))
+    expect_same_values(world.group(*ROW_AXES), "optimizer", numbers_of(optimizer))
     return optimizer
 
 

@@ -25,7 +25,7 @@ from rankloom.base.tensors import keep_until_read
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.parallel.context import RING
-from rankloom.parallel.equal_start import expect_same_tensors, make_replicas_equal
+from rankloom.parallel.equal_start import expect_same_tensors, expect_same_values, make_replicas_equal
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.initial_values import FirstValues, InitialValues, put_stand_ins
 from rankloom.parallel.model_split import ModelSplit
@@ -33,7 +33,6 @@ from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import ShardingStrategy
 from rankloom.shard.optimizer import Build, expect_build
 from rankloom.shard.unit import Fill
-from rankloom.train.alike import code_of, expect_alike
 from rankloom.train.blocks import classes_in
 from rankloom.train.budget import NONE
 from rankloom.train.checks import (
@@ -50,6 +49,7 @@ from rankloom.train.checks import (
 from rankloom.train.compiled import compile_blocks, compiled_in_place
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
+from rankloom.train.fingerprints import code_of
 from rankloom.train.fp8 import Float8Layers, linear_layers, to_float8
 from rankloom.train.make_placement import place_cut, place_whole
 from rankloom.train.measured_cut import cut_by_measure
@@ -142,7 +142,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     if settings.logical_shards:
         _compute_alike(model, world)
     initial = _bring_to_device(model, world, settings.precision, initialize, seed)
-    expect_alike(world, "model", code_of(model))
+    expect_same_values(world, "model", code_of(model))
     chosen = None if world.mesh.pipe == 1 else cut_by_measure(Pipe.of(pipe, model, loss, settings.precision), model, world)
     dropout = DropoutKey(seed)
     split = split_model(model, world, tensor_plan, tensor_overlap, context, dropout.set_token_positions) if is_split(world) else None

@@ -1,37 +1,19 @@
-"""Compare what all ranks must have been given alike, before the first step. Later, a host with an older file or a learning rate that
-depends on the rank would not raise an error: training would only be wrong.
+"""What of a model and an optimizer must be the same on all ranks, as small values to compare (parallel/equal_start.py).
+
+A host with an older file, or a learning rate that depends on the rank, would raise no error: training would only be wrong.
 """
 
 import hashlib
 from array import array
-from collections.abc import Mapping
 from types import CodeType
 from typing import Any
 from zlib import crc32
 
 from torch import Tensor, nn
 
-from rankloom.base.errors import ConfigError
-from rankloom.parallel.equal_start import how_values_differ
 from rankloom.shard.optimizer import Optimizer
-from rankloom.world.group import Group
 
 TENSORS = ("params", "param_names")   # keys of a param group that hold no numbers
-
-
-def expect_alike(group: Group, what: str, mine: Mapping[str, Any], advice: str = "") -> None:
-    """Raise ConfigError, on all ranks, unless every rank has the same values. mine: this rank's values, by name
-
-    advice: appended to the message
-    sent:   the values as text, once to every rank
-    """
-    if problem := how_values_differ(group, what, mine):
-        raise ConfigError(problem + advice)
-
-
-def expect_alike_in(part: Group, world: Group, what: str, mine: Mapping[str, Any]) -> None:
-    """As `expect_alike` among the ranks of each part of the world; the error is raised on all ranks of the world."""
-    world.agree(how_values_differ(part, what, mine), label=f"the same {what}")
 
 
 def code_of(model: nn.Module) -> dict[str, str]:
