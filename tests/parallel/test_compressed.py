@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from rankloom.comm.compress import Summing
 from rankloom.parallel.gradients import GradientReducer
 
 NAMES = ["bf16", "fp16", "int8", "int4", "1bit", "topk", "powersgd"]
@@ -34,10 +35,11 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def run(world: rl.World, compress: str, steps: int = 3, first: int = 0, maybe=lambda step: False, **more) -> list[dict]:
+def run(world: rl.World, compress: str, steps: int = 3, first: int = 0, maybe=lambda step: False, all_reduce="backend", after=0,
+        bucket_bytes=None) -> list[dict]:
     """The gradients of some steps, as clones."""
     model, seen = Odd(), []
-    reducer = GradientReducer(named(model), world, compress=compress, **more)
+    reducer = GradientReducer(named(model), world, summing=Summing(all_reduce, compress, after), bucket_bytes=bucket_bytes)
     for step in range(first, steps):
         reducer.abandon()
         model(batch(world.rank, step), maybe=maybe(step)).backward()
@@ -88,7 +90,7 @@ def test_gradients_are_near_the_exact_sums_and_equal_on_all_ranks(compress, p, b
 @pytest.mark.parametrize("compress", NAMES)
 @pytest.mark.parametrize("p", [2, 3])
 def test_steps_before_compress_after_are_exact_to_the_bit_and_then_every_rank_begins_with_nothing_remembered(compress, p, bucket_bytes):
-    ways = {"exact": ("none", {}), "fresh": (compress, {"first": 2}), "later": (compress, {"compress_after": 2})}
+    ways = {"exact": ("none", {}), "fresh": (compress, {"first": 2}), "later": (compress, {"after": 2})}
     exact, fresh, later = (rl.simulate(p, lambda w, c=c, m=m: run(w, c, 4, bucket_bytes=bucket_bytes, **m)) for c, m in ways.values())
     for rank in range(p):
         for name in ("wide", "small"):
@@ -100,7 +102,7 @@ def test_steps_before_compress_after_are_exact_to_the_bit_and_then_every_rank_be
 def test_exact_steps_send_what_an_exact_run_sends_and_micro_batches_are_no_steps():
     def body(world, compress, after):
         model, sent = Odd(), []
-        reducer = GradientReducer(named(model), world, compress=compress, compress_after=after)
+        reducer = GradientReducer(named(model), world, summing=Summing(compress=compress, after=after))
         for step in range(5):
             reducer.abandon()
             before = world.ledger.bytes
@@ -118,7 +120,7 @@ def test_exact_steps_send_what_an_exact_run_sends_and_micro_batches_are_no_steps
 def test_a_sum_in_two_levels_is_one_in_exact_steps_too():
     def body(world, compress, after):
         world.topology = rl.Topology(((0, 1), (2, 3)))
-        seen = [step["wide"] for step in run(world, compress, all_reduce="hierarchical", compress_after=after)]
+        seen = [step["wide"] for step in run(world, compress, all_reduce="hierarchical", after=after)]
         return seen, world.ledger.bytes
 
     exact, later, all_exact = (rl.simulate(4, lambda w, c=c: body(w, *c))[0] for c in (("none", 0), ("int8", 2), ("int8", 3)))
@@ -131,7 +133,7 @@ def test_every_bucket_and_every_rank_has_a_memory_of_its_own(compress):
     """Three buckets of other lengths: one memory for two of them would refuse, or mix, what it remembers."""
     def body(world):
         model = Odd()
-        reducer = GradientReducer(named(model), world, compress=compress, bucket_bytes=1)
+        reducer = GradientReducer(named(model), world, summing=Summing(compress=compress), bucket_bytes=1)
         for _ in range(2):
             reducer.abandon()
             model(batch(world.rank), maybe=True).backward()
@@ -147,7 +149,7 @@ def test_the_flat_gradients_hold_nothing_but_gradients(compress, bucket_bytes):
     """Remembered errors must not come out between tensors, nor in a parameter that no rank used in this step."""
     def body(world):
         model, norms = Odd(), []
-        reducer = GradientReducer(named(model), world, compress=compress, bucket_bytes=bucket_bytes)
+        reducer = GradientReducer(named(model), world, summing=Summing(compress=compress), bucket_bytes=bucket_bytes)
         for maybe in (True, True, False, False, True):
             reducer.abandon()
             model(batch(world.rank), maybe=maybe).backward()
@@ -166,7 +168,7 @@ def test_the_flat_gradients_hold_nothing_but_gradients(compress, bucket_bytes):
 def test_only_the_last_micro_batch_sends(compress, off):
     def body(world, micros):
         model = Odd()
-        reducer = GradientReducer(named(model), world, compress=compress)
+        reducer = GradientReducer(named(model), world, summing=Summing(compress=compress))
         for step in range(2):
             reducer.abandon()
             before = world.ledger.bytes
@@ -209,7 +211,7 @@ class Table(nn.Module):
 def test_an_embedding_that_does_not_go_by_rows_is_exact_in_exact_steps(compress):
     def body(world, compress, after):
         model, seen = Table(tied=True), []
-        reducer = GradientReducer(named(model), world, compress=compress, compress_after=after, by_rows=frozenset(["table.weight"]))
+        reducer = GradientReducer(named(model), world, summing=Summing(compress=compress, after=after), by_rows=frozenset(["table.weight"]))
         for step in range(3):
             reducer.abandon()
             model(torch.tensor([3, 5 + world.rank, 9 * step])).backward()
@@ -226,7 +228,7 @@ def test_an_embedding_that_does_not_go_by_rows_is_exact_in_exact_steps(compress)
 def test_an_embedding_goes_by_rows_exactly_where_that_is_cheaper_and_else_compressed(compress, tied):
     def body(world, compress):
         model = Table(tied)
-        reducer = GradientReducer(named(model), world, compress=compress, by_rows=frozenset(["table.weight"]))
+        reducer = GradientReducer(named(model), world, summing=Summing(compress=compress), by_rows=frozenset(["table.weight"]))
         for step in range(2):
             reducer.abandon()
             before = world.ledger.bytes
@@ -262,7 +264,7 @@ def test_backward_may_have_sums_of_its_own_and_end_in_two_models_while_buckets_a
         models = [nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)) for _ in range(2)]
         for at, param in enumerate(param for model in models for param in model.parameters()):
             nn.init.normal_(param.data, generator=torch.Generator().manual_seed(at))
-        reducers = [GradientReducer(named(model), world, bucket_bytes=1, **how) for model in models]
+        reducers = [GradientReducer(named(model), world, summing=Summing(**how), bucket_bytes=1) for model in models]
         for step in range(3):
             x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + world.rank))
             for layer in (layer for pair in zip(*models) for layer in pair):
@@ -280,7 +282,7 @@ def test_rows_are_compared_with_what_the_compressed_sum_costs():
     """200 rows of 400 are half of an exact sum's bytes, but more than 8 bits of all: they go compressed, although rows are fewer."""
     def body(world):
         model = Table(False)
-        reducer = GradientReducer(named(model), world, compress="1bit", by_rows=frozenset(["table.weight"]))
+        reducer = GradientReducer(named(model), world, summing=Summing(compress="1bit"), by_rows=frozenset(["table.weight"]))
         model(torch.arange(0, 400, 2)).backward()
         reducer.finish()
         return world.ledger.bytes
@@ -318,7 +320,7 @@ def test_hierarchical_compresses_between_nodes_and_is_exact_inside():
 def test_what_has_no_meaning_is_refused_before_anything_is_sent(compress, all_reduce, said):
     def body(world):
         with pytest.raises(rl.ConfigError, match=said):
-            GradientReducer(named(Odd()), world, compress=compress, all_reduce=all_reduce)
+            GradientReducer(named(Odd()), world, summing=Summing(all_reduce, compress))
         return world.ledger.calls
 
     assert rl.simulate(2, body) == [0, 0]

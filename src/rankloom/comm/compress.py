@@ -20,7 +20,7 @@ from torch import Tensor
 from rankloom.base.compression import EXACT, HIERARCHICAL, POWERSGD, TOPK, expect_compression, expect_exact_steps, split_compression
 from rankloom.base.errors import ConfigError
 from rankloom.comm.blockwise import Blockwise
-from rankloom.comm.choose import AllReduce, all_reduce_named, in_two_levels
+from rankloom.comm.choose import BACKEND, AllReduce, all_reduce_named, in_two_levels
 from rankloom.comm.late import LateSums
 from rankloom.comm.lossy import Compressed
 from rankloom.comm.power import BufferParts, PowerSGD
@@ -55,17 +55,16 @@ class Summing:
     """How a run sums its gradients: exactly, by one all-reduce for all buffers; or compressed, by one object for each buffer.
 
     A compressed all-reduce adds its error to the next step's gradients, so both must have the same unit. Where micro-batches differ
-    in size, gradients are therefore means over the items of their step; `factor` makes them so.
+    in size, gradients are therefore means over the items of their step: each is multiplied by `factor` before it is summed.
     after:  steps with exact sums before compression starts
-    factor: multiplies every gradient before it is summed
     raises: ConfigError for an unknown all-reduce or compression, and for two that do not go together
     """
 
-    def __init__(self, all_reduce: str, compress: str, after: int = 0, factor: float = 1.0):
+    def __init__(self, all_reduce: str = BACKEND, compress: str = EXACT, after: int = 0):
         expect_compression(compress, all_reduce)
         expect_exact_steps(after, compress)
-        self.compress, self._in_two_levels, self._after, self._exact_steps = compress, all_reduce == HIERARCHICAL, after, after
-        self.factor, self._exact = factor, all_reduce_named(all_reduce)
+        self.all_reduce, self.compress, self._after, self._exact_steps = all_reduce, compress, after, after
+        self.factor, self._exact = 1.0, all_reduce_named(all_reduce)
         self._lossy: list[Compressed | CompressedScatter] = []
         self._late: list[LateSums] = []
 
@@ -133,7 +132,7 @@ class Summing:
         lossy = self.lossy(parts) if dtype.is_floating_point else None
         if lossy is None:
             return self._exact
-        if not self._in_two_levels:
+        if self.all_reduce != HIERARCHICAL:
             return lossy
         return TwoLevels(lossy) if isinstance(lossy, Blockwise) else in_two_levels(between=lossy)
 

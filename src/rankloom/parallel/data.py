@@ -17,7 +17,7 @@ from rankloom.base.errors import UnitError
 from rankloom.base.hooks import hook_gradient, keep_with
 from rankloom.base.names import full_name
 from rankloom.comm.choose import BACKEND
-from rankloom.comm.compress import EXACT
+from rankloom.comm.compress import EXACT, Summing
 from rankloom.parallel.equal_start import expect_model_and_group, expect_same_values, make_replicas_equal
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.guards import watch_optimizers
@@ -135,8 +135,8 @@ def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND, 
     expect_same_values(group, "way to reduce gradients", {
         "all_reduce": all_reduce, "compress": compress, "compress_after": compress_after, "bucket_bytes": bucket_bytes})
     make_replicas_equal(model, group)
-    reducer = GradientReducer(trainable(model), group, all_reduce=all_reduce, compress=compress, compress_after=compress_after,
-                              bucket_bytes=bucket_bytes, average=True, by_rows=embeddings(model))
+    reducer = GradientReducer(trainable(model), group, summing=Summing(all_reduce, compress, compress_after), bucket_bytes=bucket_bytes,
+                              average=True, by_rows=embeddings(model))
     return DataParallel(model, reducer, ReplicaGuard(model, group))
 
 

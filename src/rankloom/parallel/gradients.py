@@ -31,13 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.compression import HIERARCHICAL
+from rankloom.base.compression import BACKEND, HIERARCHICAL
 from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.hooks import hook_gradient, landed
 from rankloom.base.scoped import temporarily
 from rankloom.base.tensors import copy_into
-from rankloom.comm.choose import BACKEND
-from rankloom.comm.compress import EXACT, Summing
+from rankloom.comm.compress import Summing
 from rankloom.comm.worker import start_beside, worker_beside
 from rankloom.parallel.agree import agree
 from rankloom.parallel.arrivals import Arrivals
@@ -58,23 +57,25 @@ class GradientReducer:
     params:  name -> the parameter that backward writes a gradient to
     owners:  name -> the tensor whose `.grad` the optimizer reads (a master copy); left out, the parameter itself
     bucket_bytes: the most that a bucket of several gradients holds; left out, 128 MiB for CPU ranks on one host, else 32 MiB
+    summing: how; left out, exactly, by the backend. The steps that it counts end with `finish`
     average: divide the sum by the number of ranks
     by_rows: names of embeddings, whose gradients are mostly rows of zeros
-    compress_after: how many calls of `finish` sum exactly before compression starts
-    raises:  ConfigError for an unknown all-reduce or compression, for two that cannot be combined, and for bucket_bytes below 1
+    raises:  ConfigError for bucket_bytes below 1
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], group: Group, *, owners: Mapping[str, Tensor] | None = None,
-                 all_reduce: str = BACKEND, compress: str = EXACT, compress_after: int = 0, bucket_bytes: int | None = None,
-                 average: bool = False, by_rows: frozenset[str] = frozenset()):
+                 summing: Summing | None = None, bucket_bytes: int | None = None, average: bool = False,
+                 by_rows: frozenset[str] = frozenset()):
         self.owners, self.group, self.average, self.syncing = dict(owners or params), group, average, True
-        self.summing = Summing(all_reduce, compress, compress_after, factor=1.0 / group.size if average else 1.0)
+        self.summing = summing = summing or Summing()
+        summing.factor = 1.0 / group.size if average else 1.0
         self.buckets: list[Bucket] = []
-        if all_reduce == HIERARCHICAL and self.summing.is_compressed and group.rank == 0 and 1 == len(group.topology.nodes) < group.size:
-            warnings.warn(f"compress={compress!r} with all_reduce={HIERARCHICAL!r} compresses what goes between nodes, and all "
+        in_two_levels = summing.all_reduce == HIERARCHICAL
+        if in_two_levels and summing.is_compressed and group.rank == 0 and 1 == len(group.topology.nodes) < group.size:
+            warnings.warn(f"compress={summing.compress!r} with all_reduce={HIERARCHICAL!r} compresses what goes between nodes, and all "
                           f"{group.size} ranks are on one: nothing is compressed. Leave all_reduce out to compress all sums", stacklevel=3)
         # Where the user chose an algorithm, it sums embeddings too.
-        self._by_rows = EmbeddingGradients(self.owners, by_rows if all_reduce == BACKEND else (), group, self.summing)
+        self._by_rows = EmbeddingGradients(self.owners, by_rows if summing.all_reduce == BACKEND else (), group, summing)
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes={bucket_bytes!r}, expected 1 or more; 1 gives each gradient a bucket of its own")
         self._bucket_bytes = bucket_bytes or (ONE_HOST_BYTES if group.one_host and group.device.type == "cpu" else BUCKET_BYTES)

@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from rankloom.base.compression import BACKEND, EXACT
 from rankloom.base.cost import Bill, all_gather_bill
 from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_type
@@ -83,7 +82,7 @@ class ShardingStrategy:
     experts: ExpertReplicas | None = None
     float8: Float8Readers = field(default_factory=dict)
     copied: frozenset[str] = frozenset()
-    summing: Summing = field(default_factory=lambda: Summing(BACKEND, EXACT))
+    summing: Summing = field(default_factory=Summing)
 
 
 def expect_counts(*, ahead: int, gradient_memory: float = 0) -> None:

@@ -9,7 +9,6 @@ Read train/placement.py before this file, and parallel/zero.py for the stages.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from torch import nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import is_hooked
 from rankloom.base.tensors import keep_until_read
+from rankloom.comm.compress import Summing
 from rankloom.parallel.data import embeddings
 from rankloom.parallel.equal_start import expect_same_values
 from rankloom.parallel.expert import TOKEN_AXES, ExpertReplicas
@@ -40,8 +40,8 @@ from rankloom.world.world import World
 
 
 def place_whole(model: nn.Module, world: World, settings: Settings, build: Build, fill: FirstValues | None,
-                **summing: Any) -> tuple[Placement, Optimizer]:
-    """Replicate the model. fill: gives values to a model on the meta device; summing: options of `GradientReducer`"""
+                summing: Summing) -> tuple[Placement, Optimizer]:
+    """Replicate the model. fill: gives values to a model on the meta device"""
     if fill is not None:
         give_memory(model, fill, world.device, lambda param: True)
         world.agree(fill.make.problem, label="initial values")
@@ -49,7 +49,8 @@ def place_whole(model: nn.Module, world: World, settings: Settings, build: Build
     if settings.logical_shards:
         placement = CanonicalReplicatedPlacement(model, world, settings.precision, CanonicalReducer)
     else:
-        placement = ReplicatedPlacement(model, world, settings.precision, partial(GradientReducer, by_rows=embeddings(model), **summing))
+        make_reducer = partial(GradientReducer, by_rows=embeddings(model), summing=summing)
+        placement = ReplicatedPlacement(model, world, settings.precision, make_reducer)
     return placement, _made_alike(build, placement.owners, world)
 
 

@@ -153,7 +153,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     stages = None if chosen is None else make_local(model, chosen, world.group("pipe"), accumulate, units,
                                                     RunningMicrobatch(dropout, world.group("context"), context), sparing=recompute != NONE)
     if stage == 0 and split is None:
-        placement, made = place_whole(model, world, settings, optimizer, fill, **summing)
+        placement, made = place_whole(model, world, settings, optimizer, fill, Summing(all_reduce, compress, compress_after))
     else:
         strategy = ShardingStrategy(stage, formats_of(model, settings.precision), **cutting, hooked=stages is None,
                                     float8=float8.readers(model), summing=Summing(all_reduce, compress, compress_after))
