@@ -72,8 +72,9 @@ def check_numbers(settings: Settings) -> None:
         raise ConfigError(f"clip={settings.clip!r}, expected a norm above 0, or None")
 
 
-def check_model(model: nn.Module, world: World, settings: Settings) -> None:
+def check_model(model: nn.Module, settings: Settings) -> None:
     """Check that the model can be trained: it has trainable parameters, is not yet prepared, and has no unsupported module."""
+    world = settings.world
     if world.mesh.pipe > 1 and any(found for name, found in hooks_of(model).items() if "state_dict" not in name):
         raise ConfigError("the model itself has hooks, and no rank of a pipeline calls it: put them on its layers, or on modules inside")
     if not any(param.requires_grad for param in model.parameters()):
@@ -123,12 +124,13 @@ def _expect_no_frequencies(model: nn.Module) -> None:
                           "batch: leave it out, or train on one rank with one micro-batch")
 
 
-def check_options(world: World, settings: Settings, stage: int, asked: Mapping[str, Any]) -> None:
+def check_options(settings: Settings, stage: int, asked: Mapping[str, Any]) -> None:
     """Check that every option has an effect. asked: the options of rules.py, except `deterministic`"""
     if isinstance(stage, bool) or stage not in (0, *STAGES):
         raise ConfigError(f"stage={stage!r} is none of 0 (everything whole), {', '.join(map(str, STAGES))}")
     expect_exact_steps(asked["compress_after"], asked["compress"])
     asked = {"deterministic": settings.logical_shards, "float8": settings.precision.float8 is not None, **asked}
+    world = settings.world
     ranks = world.mesh.sizes() if world.axes_named else {"shard": world.size}
     for option, reason in conflicts(asked, stage=stage, ranks=ranks):
         raise ConfigError(f"{option}={asked[option]!r} {reason}; leave it out")
@@ -154,12 +156,13 @@ def check_blocks(model: nn.Module, world: World, stage: int, units: Policy, chan
         section_names(model, units)
 
 
-def check_alike(world: World, settings: Settings, stage: int, asked: Mapping[str, Any]) -> None:
+def check_alike(settings: Settings, stage: int, asked: Mapping[str, Any]) -> None:
     """Check that all ranks were given the same options, as far as results or the order of collectives depend on them. A collective.
 
     asked:  options that are not in `settings`, by name
     raises: ConfigError, on all ranks
     """
+    world = settings.world
     mine = {"stage": int(stage), "clip": settings.clip and float(settings.clip), "precision": settings.precision,
             "deterministic": settings.logical_shards, **asked, "pipe": without_functions(asked["pipe"]),
             "units": comparable(asked["units"])}

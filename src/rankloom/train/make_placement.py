@@ -39,9 +39,10 @@ from rankloom.world.group import Group
 from rankloom.world.world import World
 
 
-def place_whole(model: nn.Module, world: World, settings: Settings, build: Build, fill: FirstValues | None,
-                summing: Summing) -> tuple[Placement, Optimizer]:
+def place_whole(model: nn.Module, settings: Settings, build: Build, summing: Summing,
+                fill: FirstValues | None) -> tuple[Placement, Optimizer]:
     """Replicate the model. fill: gives values to a model on the meta device"""
+    world = settings.world
     if fill is not None:
         give_memory(model, fill, world.device, lambda param: True)
         world.agree(fill.make.problem, label="initial values")
@@ -54,13 +55,14 @@ def place_whole(model: nn.Module, world: World, settings: Settings, build: Build
     return placement, _made_alike(build, placement.owners, world)
 
 
-def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, strategy: ShardingStrategy, *, fill: FirstValues | None,
-              split: ModelSplit | None, stages: LocalStages | None) -> tuple[Placement, Optimizer]:
+def place_cut(model: nn.Module, settings: Settings, build: Build, strategy: ShardingStrategy, fill: FirstValues | None,
+              *, split: ModelSplit | None, stages: LocalStages | None) -> tuple[Placement, Optimizer]:
     """Shard the model.
 
     split:  how its layers are already split over other axes, if they are
     stages: this rank's pipeline stages, if the mesh has a pipeline
     """
+    world = settings.world
     cut, replicas = _ranks_of_slices(world, strategy.stage)
     device = torch.device("cpu") if strategy.offload else world.device
     stand_ins = {name: stand_in(param, dtype=strategy.formats(param).master, device=device)
@@ -83,7 +85,7 @@ def place_cut(model: nn.Module, world: World, settings: Settings, build: Build, 
                      canonical=bool(settings.logical_shards), fill=values)
     if values is not None:
         world.agree(values.problem(stages.pipeline.group if stages else world.alone()), label="initial values")
-    placement = _placement_of(model, sharding, world, settings, split, stages, strategy=strategy)
+    placement = _placement_of(model, sharding, settings, strategy, split, stages)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
     placement.hand_over(stand_ins)
     return placement, optimizer
@@ -136,13 +138,13 @@ def _made_alike(build: Build, params: Mapping[str, nn.Parameter], world: World) 
     return optimizer
 
 
-def _placement_of(model: nn.Module, sharding: Sharding, world: World, settings: Settings, split: ModelSplit | None,
-                  stages: LocalStages | None, *, strategy: ShardingStrategy) -> ShardedPlacement:
+def _placement_of(model: nn.Module, sharding: Sharding, settings: Settings, strategy: ShardingStrategy, split: ModelSplit | None,
+                  stages: LocalStages | None) -> ShardedPlacement:
     """The placement for the axes, beside shard, that cut the model: none; tensor and expert; or pipe too."""
     if split is None:
         kind = CanonicalShardedPlacement if settings.logical_shards else ShardedPlacement
-        return kind(model, sharding, world, summing=strategy.summing)
-    holding = world.group(*(axis for axis in PART_AXES if axis != "shard" or strategy.stage))   # along which ranks hold other elements
+        return kind(model, sharding, settings.world, summing=strategy.summing)
+    holding = settings.world.group(*(axis for axis in PART_AXES if axis != "shard" or strategy.stage))   # they hold other elements
     if stages is None:
         return SplitPlacement(model, sharding, holding, split, summing=strategy.summing)
     return PipelinePlacement(sharding, holding, split, stages, summing=strategy.summing)

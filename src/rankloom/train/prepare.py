@@ -130,13 +130,13 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     changes_blocks = recompute != NONE or offload_activations or compile
     check_numbers(settings)
     check_plain(seed=seed, offload=offload, offload_activations=offload_activations, compile=compile)
-    check_model(model, world, settings)
+    check_model(model, settings)
     check_axes(model, world, context, tensor_plan, tensor_overlap)
     blocks_only = {"units": AUTO} if changes_blocks and classes_in(units) else {}   # classes then say what is a block, at any stage
-    check_options(world, settings, stage, {"pipe": pipe, "tensor_overlap": tensor_overlap} | summing | cutting | blocks_only)
+    check_options(settings, stage, {"pipe": pipe, "tensor_overlap": tensor_overlap} | summing | cutting | blocks_only)
     check_blocks(model, world, stage, units, changes_blocks, recompute=recompute)
-    check_alike(world, settings, stage, {"seed": seed, "pipe": pipe, "context": context, "tensor_plan": tensor_plan,
-                                         "tensor_overlap": tensor_overlap, "recompute": recompute, **summing, **cutting})
+    check_alike(settings, stage, {"seed": seed, "pipe": pipe, "context": context, "tensor_plan": tensor_plan,
+                                  "tensor_overlap": tensor_overlap, "recompute": recompute, **summing, **cutting})
     vars(model)["_prepared_by_rankloom"] = True   # up to here nothing has been changed
 
     if settings.logical_shards:
@@ -153,11 +153,11 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     stages = None if chosen is None else make_local(model, chosen, world.group("pipe"), accumulate, units,
                                                     RunningMicrobatch(dropout, world.group("context"), context), sparing=recompute != NONE)
     if stage == 0 and split is None:
-        placement, made = place_whole(model, world, settings, optimizer, fill, Summing(all_reduce, compress, compress_after))
+        placement, made = place_whole(model, settings, optimizer, Summing(all_reduce, compress, compress_after), fill)
     else:
         strategy = ShardingStrategy(stage, formats_of(model, settings.precision), **cutting, hooked=stages is None,
                                     float8=float8.readers(model), summing=Summing(all_reduce, compress, compress_after))
-        placement, made = place_cut(model, world, settings, optimizer, strategy, fill=fill, split=split, stages=stages)
+        placement, made = place_cut(model, settings, optimizer, strategy, fill, split=split, stages=stages)
     kind = Engine if stages is None else PipelineEngine
     return kind(world.group(*ROW_AXES), settings, placement, made,
                 tokens=world.group(*TOKEN_AXES), dropout=dropout, sink=sink)
