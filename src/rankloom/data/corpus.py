@@ -43,10 +43,15 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which text is kept for validation: the documents `held_out`, by number; if there are none, the tail of each document."""
+    """Which text of a source is kept for validation: the documents `held_out`, by number; if there are none, the tail of each document."""
 
+    known: Survey
     fraction: float
     held_out: frozenset[int]
+
+    def key(self, *more: object) -> str:
+        """A key of the cache, for this text in these two parts, and what else is given."""
+        return _key(self.known.fingerprint, self.fraction, tuple(sorted(self.held_out)), *more)
 
     def cut(self, number: int, text: str) -> tuple[str, str]:
         """The training and the validation part of a document; either may be empty."""
@@ -76,12 +81,11 @@ def prepare_corpus(source: str | Path, *, tokenizer: str | Path = "bpe", vocab_s
     if Path(source).suffix in ARRAY_SUFFIXES:
         return _from_array(expanded(source), tokenizer, vocab_size, validation, progress)
     folder = _default_cache() if cache is None else expanded(cache)
-    known = survey(source)
-    split = choose_split(known, validation, seed)
+    split = choose_split(survey(source), validation, seed)
     with disk(folder, "keep tokens in this cache folder (data.cache)"):
-        chosen = _tokenizer(source, tokenizer, vocab_size, folder, (known, split), progress)
-        train, held = _tokens(source, chosen, folder, (known, split), progress)
-    return Corpus(str(source), train, held, chosen.vocab_size, chosen, _key(*_split_key(known, split)))
+        chosen = _tokenizer(source, tokenizer, vocab_size, folder, split, progress)
+        train, held = _tokens(source, chosen, folder, split, progress)
+    return Corpus(str(source), train, held, chosen.vocab_size, chosen, split.key())
 
 
 def _default_cache() -> Path:
@@ -103,7 +107,7 @@ def choose_split(known: Survey, fraction: float, seed: int) -> Split:
             if known.sizes[number] <= target:
                 held.append(number)
                 target -= known.sizes[number]
-    return Split(fraction, frozenset(held if target <= asked / 2 else ()))
+    return Split(known, fraction, frozenset(held if target <= asked / 2 else ()))
 
 
 def _from_array(path: Path, tokenizer: str | Path, vocab_size: int, validation: float,
@@ -121,22 +125,18 @@ def _key(*parts: object) -> str:
     return hashlib.sha256(repr((FORMAT, *parts)).encode()).hexdigest()[:24]
 
 
-def _split_key(known: Survey, split: Split) -> tuple[object, ...]:
-    return known.fingerprint, split.fraction, tuple(sorted(split.held_out))
-
-
-def _tokenizer(source: str | Path, wanted: str | Path, vocab_size: int, folder: Path, cut: tuple[Survey, Split],
+def _tokenizer(source: str | Path, wanted: str | Path, vocab_size: int, folder: Path, split: Split,
                progress: Progress | None) -> Tokenizer:
     """The tokenizer asked for. BPE is trained once; every rank reads the first file written."""
     if str(wanted) == "bytes":
         return ByteTokenizer()
     if str(wanted) != "bpe":
         return load_tokenizer(wanted)
-    path = folder / "tokenizers" / f"{_key(*_split_key(*cut), vocab_size)}.json"
+    path = folder / "tokenizers" / f"{split.key(vocab_size)}.json"
     if not path.exists():
         if progress:
             progress("train tokenizer", 0.0)
-        trained = train_bpe(_training_text(source, cut[1]), vocab_size)
+        trained = train_bpe(_training_text(source, split), vocab_size)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, keep_old=True) as temporary:
             temporary.write_text(trained.inner.to_str(), encoding="utf-8")
@@ -156,16 +156,16 @@ def _training_text(source: str | Path, split: Split) -> Iterator[str]:
             return
 
 
-def _tokens(source: str | Path, tokenizer: Tokenizer, folder: Path, cut: tuple[Survey, Split],
+def _tokens(source: str | Path, tokenizer: Tokenizer, folder: Path, split: Split,
             progress: Progress | None) -> tuple[Tokens, Tokens]:
     """Training and validation tokens; encodes them if the cache lacks any."""
     name = tokenizer_hash(tokenizer)
-    base = folder / "tokens" / _key(*_split_key(*cut), name)
+    base = folder / "tokens" / split.key(name)
     paths = base.with_suffix(".train.bin"), base.with_suffix(".validation.bin")
     notes = *(Path(f"{path}.json") for path in paths), base.with_suffix(".json")
     if not _complete(notes, paths):
-        counts = _encode(source, tokenizer, cut, paths, progress)
-        entry = {"source": str(source), "source_sha256": cut[0].fingerprint, "tokenizer_sha256": name,
+        counts = _encode(source, tokenizer, split, paths, progress)
+        entry = {"source": str(source), "source_sha256": split.known.fingerprint, "tokenizer_sha256": name,
                  "dtype": token_dtype(tokenizer.vocab_size).name, "train": counts[0], "validation": counts[1]}
         for note in notes:
             with replacing(note) as temporary:
@@ -191,11 +191,10 @@ def _complete(notes: Sequence[Path], paths: tuple[Path, Path]) -> bool:
         return False
 
 
-def _encode(source: str | Path, tokenizer: Tokenizer, cut: tuple[Survey, Split], paths: tuple[Path, Path],
+def _encode(source: str | Path, tokenizer: Tokenizer, split: Split, paths: tuple[Path, Path],
             progress: Progress | None) -> tuple[int, int]:
     """Write both arrays; returns how many tokens each has."""
-    known, split = cut
-    total, done = max(1, sum(known.sizes)), 0
+    total, done = max(1, sum(split.known.sizes)), 0
     counts = [0, 0]
     paths[0].parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
