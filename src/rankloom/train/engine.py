@@ -6,8 +6,8 @@ One step:
     cut the batch into micro-batches                            train/batches.py
     for each: key the dropout, forward, loss -> (sum, count), backward of the *sum*; in the last, full buckets are sent
     sum gradients, losses and counts over the ranks             parallel/gradients.py, or parallel/same_bits.py
-    divide once by the global count, clip by the global norm    one factor for both, applied in the optimizer's own pass
-                                                                (with compression, divided before the sum: train/placement.py)
+    divide once by the global count, clip by the global norm    one factor, in the optimizer's own pass: train/optimizer_step.py
+                                                                (with compression, divided before the sum: comm/compress.py)
     optimizer step; round the master weights into the model; report
 
 Nothing is averaged before everything is summed, so unequal micro-batches, padding and accumulation cannot bias the gradient.
