@@ -191,9 +191,7 @@ class CanonicalShardedPlacement(ShardedPlacement):
     memory: all parameters during a step, and up to log2(logical shards) + 1 copies of all gradients, at every stage
     """
 
-    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, *, summing: Summing):
-        super().__init__(model, sharding, everyone, summing=summing)
-        self._folds = ShardFolds(0)
+    _folds: ShardFolds   # of the step
 
     def begin_shards(self, shards: int) -> None:
         """Gather all parameters, and begin to fold."""
