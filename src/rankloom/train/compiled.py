@@ -36,8 +36,9 @@ def compile_blocks(model: nn.Module, *, blocks: tuple[type[nn.Module], ...] = ()
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a block of the model is compiled: then each new input shape costs seconds."""
-    return any(isinstance(vars(module).get("forward"), CompiledForward) for module in model.modules())
+    """Whether any part of the model is compiled, by `compile_blocks` or by torch: then each new input shape costs seconds."""
+    return any(isinstance(vars(module).get("forward"), CompiledForward) or getattr(module, "_compiled_call_impl", None)
+               for module in model.modules())
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:

@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankloom.base.errors import BatchError, ConfigError, LossError
 from rankloom.base.tensors import digest
 from rankloom.train.batches import MicroBatches, map_tensors
+from rankloom.train.compiled import is_compiled
 from rankloom.train.placement import Placement
 from rankloom.train.put_back import same_bits, untrained
 from rankloom.train.split_model import SHARING_AXES
-from rankloom.train.sum_check import EQUAL_IF_WITHIN, SAME_IF_WITHIN, CalledApart, expect_sum_of_step, runs_compiled
+from rankloom.train.sum_check import EQUAL_IF_WITHIN, SAME_IF_WITHIN, CalledApart, expect_sum_of_step
 from rankloom.world.group import Group
 from rankloom.world.world import World
 
@@ -67,7 +68,7 @@ class FirstSteps:
     def forward(self, step: int) -> AbstractContextManager[None]:
         """A context around each forward."""
         # check the second step too: with the initial weights, a buffer may already hold what this forward would write
-        is_checked = self.shards and step < 2 and not runs_compiled(self.placement.model)
+        is_checked = self.shards and step < 2 and not is_compiled(self.placement.model)
         return alike_on_any_ranks(self.placement.model, self.world.rank) if is_checked else nullcontext()
 
     def drew(self, step: int) -> None:

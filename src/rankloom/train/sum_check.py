@@ -75,7 +75,7 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
     together: ranks wait for each other in a forward
     raises:   LossError
     """
-    if runs_compiled(model):
+    if is_compiled(model):
         return
     with evaluating(model), state_put_back(model):
         (whole, count), *halves = [_tried(totals_of, part, model, rank, together) for part in parts]
@@ -104,7 +104,7 @@ def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module,
     apart:  apart(some tokens) is a context in which the model returns values of these only, as it does of a rank's own in training
     raises: LossError, on all ranks. A collective of the world, as `on_any`
     """
-    if runs_compiled(model):
+    if is_compiled(model):
         return
     found, tried = [], [Apart(which) for which in (ALL, ALL, EVEN, ODD)]
     with evaluating(model), state_put_back(model):
@@ -165,8 +165,3 @@ def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def runs_compiled(model: nn.Module) -> bool:
-    """Whether any part of the model is compiled by torch.compile."""
-    return is_compiled(model) or any(getattr(module, "_compiled_call_impl", None) for module in model.modules())
