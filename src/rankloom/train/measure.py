@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from rankloom.train.selective import ATTENTION, is_kept
+from rankloom.train.selective import ATTENTION, is_kept, storages
 
 aten = torch.ops.aten
 FLOPS_PER_BYTE = {"cpu": 16, "cuda": 200}   # of a desktop's core; of an A100, an H100 or an H200 in bf16
@@ -52,7 +52,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation; record the storages it made, and its work."""
         out = func(*args, **(kwargs or {}))
-        given, made = _storages((args, kwargs)), _storages(out)
+        given, made = storages((args, kwargs)), storages(out)
         for key, storage in made.items():
             if key not in given and not (key in self._made and not self._made[key].expired()):
                 self._made[key] = StorageWeakRef(storage)   # type: ignore[no-untyped-call]
@@ -67,13 +67,8 @@ class Trace(TorchDispatchMode):
     def kept(self, *alive: Any) -> int:
         """Bytes that are still held. alive: the outputs, which the caller must still hold"""
         assert alive, "hold the outputs: without them the graph of the forward is freed"
-        storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.values() if not ref.expired()]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
-
-
-def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    plain = [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout == torch.strided]
-    return {t.untyped_storage()._cdata: t.untyped_storage() for t in plain}
+        held = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.values() if not ref.expired()]
+        return sum(storage.nbytes() for storage in held if storage is not None)
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -63,8 +63,8 @@ class Keep(TorchDispatchMode):
 
     def forget(self, changed: Any) -> None:
         """Recompute these tensors: they may change after they were kept."""
-        storages = _storages(changed)
-        self.outputs = [None if storages & _storages(kept) else kept for kept in self.outputs]
+        gone = storages(changed).keys()
+        self.outputs = [None if gone & storages(kept).keys() else kept for kept in self.outputs]
 
 
 class Reuse(TorchDispatchMode):
@@ -89,5 +89,7 @@ class Reuse(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _storages(tree: Any) -> set[int]:
-    return {t.untyped_storage()._cdata for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout == torch.strided}
+def storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages of the strided tensors in nested containers, by address."""
+    found = [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout == torch.strided]
+    return {storage._cdata: storage for storage in found}
