@@ -17,9 +17,9 @@ from rankloom.base.errors import ConfigError
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
+from rankloom.train.activation_offload import offload_activations
 from rankloom.train.compiled import compile_blocks, is_compiled
 from rankloom.train.dropout import DropoutKey, key_dropout
-from rankloom.train.offload import offload_activations
 from rankloom.train.recompute import recompute
 
 LAYERS = 10     # more than the eight graphs of one function that torch allows

@@ -20,7 +20,7 @@ from rankloom.train import recompute as module
 from rankloom.train.blocks import blocks_of
 from rankloom.train.budget import NONE
 from rankloom.train.dropout import DropoutKey, key_dropout
-from rankloom.train.measure import Trace
+from rankloom.train.forward_cost import Trace
 from rankloom.train.recompute import recompute
 from seeded import seeded
 

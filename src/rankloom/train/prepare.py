@@ -33,6 +33,7 @@ from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import ShardingStrategy
 from rankloom.shard.optimizer import Build, expect_build
 from rankloom.shard.unit import Fill
+from rankloom.train.activation_offload import offload_activations as offload_blocks
 from rankloom.train.blocks import classes_in
 from rankloom.train.budget import NONE
 from rankloom.train.checks import (
@@ -53,7 +54,6 @@ from rankloom.train.fingerprints import code_of
 from rankloom.train.fp8 import Float8Layers, linear_layers, to_float8
 from rankloom.train.make_placement import place_cut, place_whole
 from rankloom.train.measured_cut import cut_by_measure
-from rankloom.train.offload import offload_activations as offload_blocks
 from rankloom.train.pipe import Pipe
 from rankloom.train.pipeline_stages import PipelineEngine, make_local
 from rankloom.train.precision import Precision, cast_floats, formats_of, full_parameters, precision_named

@@ -16,7 +16,7 @@ run once with each choice, so the first step takes longer. It is measured withou
 compiled block is no single graph, a budget leaves `selective` out if ranks share the block, and otherwise runs that uncompiled. A graph
 that the user compiles around a block ends before it, and another begins after it.
 
-Read blocks.py, block_buffers.py, selective.py, measure.py and budget.py before this file.
+Read blocks.py, block_buffers.py, selective.py, forward_cost.py and budget.py before this file.
 
 source: Chen et al. 2016 (checkpointing), Korthikanti et al. 2022 (selective)
 """
@@ -42,7 +42,7 @@ from rankloom.train.blocks import Compiler, Wrapped, arguments_unchanged, blocks
 from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
 from rankloom.train.draws import Draws, generators_put_back
 from rankloom.train.dropout import Keyed
-from rankloom.train.measure import Trace
+from rankloom.train.forward_cost import Trace
 from rankloom.train.rules import NOT_ONE_GRAPH
 from rankloom.train.selective import Keep, Reuse, is_kept
 from rankloom.world.group import Group

@@ -12,9 +12,9 @@ from gradients import expect_equal, gradients
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
+from rankloom.train.activation_offload import SMALL, offload_activations
 from rankloom.train.dropout import DropoutKey, key_dropout
-from rankloom.train.measure import Trace
-from rankloom.train.offload import SMALL, offload_activations
+from rankloom.train.forward_cost import Trace
 from rankloom.train.recompute import recompute
 
 WIDTH, ROWS, LENGTH = 32, 2, 32

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
-from rankloom.train.measure import FLOPS_PER_BYTE, Trace
+from rankloom.train.forward_cost import FLOPS_PER_BYTE, Trace
 from rankloom.train.recompute import recompute
 from rankloom.train.selective import ATTENTION, KEPT, is_kept
 
