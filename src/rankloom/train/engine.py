@@ -87,10 +87,10 @@ class Settings:
     accumulate: int
     clip: float | None
     precision: Precision
-    logical_shards: int                                # 0: gradients may be added in any order
+    logical_shards: int                    # 0: gradients may be added in any order
     schedule: Callable[[int], float] | None
-    world: World                               # all ranks of the job
-    recompute: Recompute | None = None         # what each block recomputes; it can be printed
+    world: World                           # all ranks of the job
+    recompute: Recompute | None = None     # what each block recomputes; it can be printed
     float8: Float8Layers = field(default_factory=lambda: Float8Layers({}, None))   # layers that multiply in 8 bits
 
 
@@ -329,8 +329,8 @@ class Engine:
 
         raises: LossError when the function did not return (sum, count)
         """
-        explained = buffers_named(self.model, self.settings.precision), tokens_named(self.settings.world.mesh.context)
-        with self.placement.without_reduction(), explained[0], explained[1]:   # it may compute gradients itself
+        with (self.placement.without_reduction(),   # it may compute gradients itself
+              buffers_named(self.model, self.settings.precision), tokens_named(self.settings.world.mesh.context)):
             returned = self.settings.loss(self.model, piece)
         loss, count = sum_and_count(returned, f"rank {self.world_rank}")
         loss = self._experts.with_auxiliary(loss)

@@ -5,6 +5,7 @@ The optimizers are those of torch.optim, fused where the device has it.
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch.nn import Parameter
@@ -73,11 +74,4 @@ def schedule(config: Config) -> Callable[[int], float]:
     batch = config.batch().global_
     peak = scale_learning_rate(optimizer.lr, batch, optimizer.base_batch_size or batch, optimizer.lr_scaling)
     floor = MIN_LR_RATIO if shape.min_lr_ratio is None else shape.min_lr_ratio
-
-    def rate(step: int) -> float:
-        return learning_rate(
-            step, peak=peak, warmup_steps=shape.warmup_steps, steps=config.train.steps, decay=shape.decay,
-            min_ratio=floor,
-        )
-
-    return rate
+    return partial(learning_rate, peak=peak, warmup_steps=shape.warmup_steps, steps=config.train.steps, decay=shape.decay, min_ratio=floor)
