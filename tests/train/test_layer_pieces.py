@@ -252,6 +252,19 @@ class Backwards(Decoder):
         return x
 
 
+class CallsWhatIsInside(Decoder):
+    """Its layers are no more than lists of modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.body["steps"] = nn.ModuleList(nn.ModuleDict({"inner": nn.Linear(16, 16, dtype=torch.float64)}) for _ in range(3))
+
+    def layers(self, x):
+        for step in self.body.steps:
+            x = torch.tanh(step["inner"](x))
+        return x
+
+
 class Bridged(Decoder):
     """The first layer's output is added again behind the last."""
 
@@ -495,6 +508,7 @@ def test_trying_a_model_leaves_it_as_it_was():
 
 @pytest.mark.parametrize(("kind", "reason"), [
     (Again, "does not call its layers body.steps.0 to body.steps.2 once each"), (Backwards, "once each, in their order"),
+    (CallsWhatIsInside, "does not call its layers body.steps.0 to body.steps.2 once each, in their order; say where to cut"),
     (Bridged, "gives another output when it is cut into its layers"), (Scaled, "scale of Scaled stands in no module"),
     (Between, "uses norm in more places than before its layers or behind"), (Idle, "does not use spare"),
     (TwoLists, "2 lists of layers, body.steps and more"), (NoTokens, "no nn.Embedding"),

@@ -671,6 +671,36 @@ def test_blocks_are_those_that_sharding_cuts_or_the_classes_that_are_named():
     assert str(recompute(nn.Linear(2, 2), "none")) == "nothing is computed again"
 
 
+class Pairs(nn.Module):
+    """Lists of modules that have no forward: what is inside is called, and they are not."""
+
+    def __init__(self, container):
+        super().__init__()
+        self.pairs = nn.ModuleList(container() for _ in range(2))
+
+    def forward(self, x):
+        for pair in self.pairs:
+            for inside in pair.children():
+                x = inside(x)
+        return x
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "1 MiB"}, {"offload_activations": True}, {"compile": True}],
+                         ids=str)
+def test_a_list_of_modules_that_are_never_called_has_no_blocks_and_that_is_told(options, count):
+    model = Pairs(lambda: nn.ModuleDict({"in": nn.Linear(4, 8), "out": nn.Linear(8, 4)}))
+    del model.pairs[count:]
+    with pytest.raises(rl.ConfigError, match=r"Pairs has no blocks that .* have a forward .*; name the classes of its blocks"):
+        rl.simulate(1, lambda world: rl.prepare(model, loss=lambda model, x: (model(x).sum(), len(x)), world=world,
+                                                optimizer=partial(torch.optim.SGD, lr=0.1), **options))
+
+
+def test_blocks_in_lists_of_lists_are_blocks():
+    model = Pairs(lambda: nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    assert list(blocks_of(model)) == ["pairs.0.0", "pairs.0.1", "pairs.1.0", "pairs.1.1"]
+
+
 class Echo(nn.Module):
     def __init__(self):
         super().__init__()

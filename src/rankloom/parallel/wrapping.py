@@ -69,7 +69,7 @@ def _by_function(named: Mapping[str, nn.Module], asks: Any) -> list[str]:
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[str]:
-    """Names of the outermost modules that are in a list with others of their class."""
+    """Names of the outermost modules that are in a list with others of their class, and may be called."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if isinstance(module, CALLS_AS_NEEDED):
@@ -77,9 +77,14 @@ def repeated_blocks(model: nn.Module) -> Iterator[str]:
         if isinstance(module, nn.ModuleList | nn.Sequential) and not f"{name}.".startswith(inside):
             kinds = Counter(type(child) for child in module)
             blocks = [f"{name}.{key}" if name else key for key, child in module.named_children()
-                      if kinds[type(child)] > 1 and next(child.children(), None) is not None]
+                      if kinds[type(child)] > 1 and may_be_a_block(child)]
             inside += tuple(f"{block}." for block in blocks)
             yield from blocks
+
+
+def may_be_a_block(module: nn.Module) -> bool:
+    """Whether a module has modules inside, and a forward. An `nn.ModuleDict` has none: its owner calls what is in it, and never it."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward and next(module.children(), None) is not None
 
 
 def parameters_of_sections(model: nn.Module, sections: Iterable[str]) -> dict[str, list[str]]:

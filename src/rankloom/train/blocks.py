@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.names import full_name
 from rankloom.base.tensors import version_of
-from rankloom.parallel.wrapping import Policy, repeated_blocks
+from rankloom.parallel.wrapping import Policy, may_be_a_block, repeated_blocks
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -75,7 +75,7 @@ def blocks_of(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> di
         found = {name: module for name, module in named.items() if not any(name.startswith(outer + ".") for outer in named)}
     if not found:
         sought = (" or ".join(kind.__name__ for kind in classes)
-                  or "blocks that stand in a list beside others of their class, and have modules inside")
+                  or "blocks that stand in a list beside others of their class, and have a forward and modules inside")
         raise ConfigError(f"{type(model).__name__} has no {sought}; name the classes of its blocks: rl.prepare(..., units=(Block,))")
     return found
 
@@ -84,7 +84,7 @@ def _only_blocks(model: nn.Module) -> Iterator[str]:
     """Names of the outermost modules that are alone in a list, as in a model of one layer."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        alone = isinstance(module, nn.ModuleList) and len(module) == 1 and next(module[0].children(), None) is not None
+        alone = isinstance(module, nn.ModuleList) and len(module) == 1 and may_be_a_block(module[0])
         if alone and not f"{name}.".startswith(inside):
             block = full_name(name, "0")
             inside += (f"{block}.",)

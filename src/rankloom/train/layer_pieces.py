@@ -161,10 +161,11 @@ def _find_roles(model: nn.Module, layer_list: str, trial: Any, advice: str) -> t
     changes = {*layers, *(name for name, child in watched.items() if has_parameters(child))}
     changes |= {name for name, taken, given in calls if _shape(taken) and _shape(taken) == _shape(given)}
     order = [name for name, _, _ in calls if name in changes]
+    front, back = _around(order, layers, type(model).__name__)
     if not isinstance(outputs[0], Tensor | tuple | list):
         raise ConfigError(f"the layers of {type(model).__name__} return a {type(outputs[0]).__name__}, expected a tensor, or a tuple that "
                           f"begins with one; {ADVICE}")
-    roles = _Roles(layers, *_around(order, layers, type(model).__name__), tuple(name for name in watched if name not in changes),
+    roles = _Roles(layers, front, back, tuple(name for name in watched if name not in changes),
                    len(outputs[0]) - 1 if isinstance(outputs[0], tuple | list) else None)
     lost = changes - {*roles.front, *layers, *roles.back}
     if lost:

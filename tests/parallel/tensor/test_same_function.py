@@ -90,6 +90,22 @@ class FusedEndToEnd(FusedKeysAndValues):
         return self.qkv(x).chunk(3, -1)
 
 
+class CallsWhatIsInside(nn.Module):
+    """Its layers are dicts, which are never called. It has its heads under a name that nothing knows."""
+
+    @seeded(3)
+    def __init__(self):
+        super().__init__()
+        self.h, self.layers = HEADS, nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("q", "k", "v", "o")}) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            query, key, value = (layer[name](x).unflatten(-1, (self.h, -1)).transpose(1, 2) for name in ("q", "k", "v"))
+            x = x + layer["o"](F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        return x
+
+
 class Model(nn.Module):
     @seeded(3)
     def __init__(self, kind=Block, layers=2, **options):
@@ -130,6 +146,12 @@ def test_matrices_that_are_fused_and_cut_as_one_are_an_error(kind, plan, layers)
     model = Model(kind, layers)
     with pytest.raises(rl.ConfigError, match=f"{'layers.0, a' if layers > 1 else 'the model, a'}.*, is another function"):
         call(model, plan)
+
+
+def test_of_blocks_that_are_never_called_the_whole_model_is_looked_at():
+    plan = {f"layers.*.{name}": "colwise" for name in "qkv"} | {"layers.*.o": "rowwise"}
+    with pytest.raises(rl.ConfigError, match=r"the model, a CallsWhatIsInside, is another function .* the first behind layers.0.o\."):
+        call(CallsWhatIsInside(), plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
