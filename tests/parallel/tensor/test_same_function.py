@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
+from rankloom.parallel.tensor.moves import PARTIAL, WHOLE, redistribute
 from rankloom.parallel.tensor.same_function import AT_MOST, keep_whole, without_memory
 from seeded import seeded
 
@@ -162,6 +163,31 @@ def test_what_rounding_leaves_is_no_difference(ranks, layers, dtype):
     truth = model(rows(dtype))
     for found in call(model, ranks=ranks):
         torch.testing.assert_close(found, truth.detach(), rtol=0.02, atol=0.02 if dtype.itemsize == 2 else 1e-5)
+
+
+class MovesByHand(Block):
+    """Multiplies by its row-cut matrix, and adds up the terms, itself."""
+
+    group = None
+
+    def forward(self, x):
+        term = F.linear(F.gelu(self.up(self.norm(x))), self.down.weight)
+        return x + (term if self.group is None else redistribute(term, PARTIAL, WHOLE, self.group, label="by hand"))
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_a_block_that_moves_its_activations_itself_is_not_judged(debug, monkeypatch):
+    monkeypatch.setenv("RANKLOOM_DEBUG", debug)
+
+    def body(world):
+        model = copy.deepcopy(plain)
+        for layer in model.layers:
+            layer.group = world
+        return rl.tensor_parallel(model, PLAN, world)(rows()).detach()
+
+    plain = Model(MovesByHand)
+    for found in rl.simulate(2, body):
+        torch.testing.assert_close(found, plain(rows()).detach(), rtol=1e-5, atol=1e-5)
 
 
 class KnowsItsWidth(Block):

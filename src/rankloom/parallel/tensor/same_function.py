@@ -115,16 +115,16 @@ class _Look:
                              f"is another function when it is cut over ranks: {difference}", label="same function")
 
     def _difference(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """What differs, "" if nothing does; None if that could not be found out: the copies could not be called so, or ranks got others'
-        arguments."""
+        """What differs, "" if nothing does; None if that could not be found out: the copies could not be called so, ranks got others'
+        arguments, or the whole copy sent something, as a block does that moves its activations itself: it knows nothing of being whole."""
         values = _values(self.whole, next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), next(block.parameters())))
         held, here = holdings(self.cut), dict(block.named_buffers())
         given = with_first(args, kwargs, lambda x: redistribute(x, self.between, WHOLE, self.group, label="same function"))
+        sent, device = self.group.ledger.messages, self.group.device
         whole = _called(self.whole, values | here, *given)
-        device = self.group.device
-        fails = torch.tensor([isinstance(whole, Exception)], device=device)
+        fails = torch.tensor([isinstance(whole, Exception) or self.group.ledger.messages != sent], device=device)
         mine = fingerprint(torch.cat([fails, *(bits(x).to(device) for x in tensors_in(given))]))
-        if (self.group.all_gather(mine[None], label="same function: arguments") != mine).any() or isinstance(whole, Exception):
+        if (self.group.all_gather(mine[None], label="same function: arguments") != mine).any() or isinstance(whole, Exception) or fails:
             return None
         parts = {name: held[name].cut(value, self.group.rank) for name, value in values.items()}
         cut = _called(self.cut, parts | here, args, kwargs)
