@@ -190,6 +190,29 @@ def test_a_block_that_moves_its_activations_itself_is_not_judged(debug, monkeypa
         torch.testing.assert_close(found, plain(rows()).detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [Softmax, Centered])
+def test_debug_mode_finds_no_less_than_the_look_before_the_first_call(kind, monkeypatch):
+    """What is wrong inside features that are cut has a right layout all the same."""
+    monkeypatch.setenv("RANKLOOM_DEBUG", "1")
+    with pytest.raises(rl.ConfigError, match=rf"layers.0, a {kind.__name__}, is another function .* the first behind down\. Does the plan"):
+        call(Model(kind))
+
+
+def test_in_debug_mode_a_block_is_looked_at_once_too_and_no_hook_of_it_is_left(monkeypatch):
+    monkeypatch.setenv("RANKLOOM_DEBUG", "1")
+
+    def body(world):
+        model = rl.tensor_parallel(copy.deepcopy(plain), PLAN, world)
+        x = rows().requires_grad_()
+        outputs = [model(x) for _ in range(2)]
+        outputs[-1].sum().backward()
+        looks = [hook for layer in model.layers for hook in layer._forward_hooks.values() if type(hook).__name__ == "_Look"]
+        return torch.equal(*outputs), x.grad is not None, looks
+
+    plain = Model()
+    assert rl.simulate(2, body) == [(True, True, [])] * 2
+
+
 class KnowsItsWidth(Block):
     """Cuts what may be a rank's part by the width of the whole, as nanoGPT does."""
 

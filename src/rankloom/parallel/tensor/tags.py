@@ -13,7 +13,8 @@ An activation that you move by hand, and not by `redistribute`, needs a call of 
 What it cannot see:
 - results of numpy, of compiled graphs and of x[...] = y: they have no tag, and are taken to be what their reader expects; bits and widths
   are compared all the same
-- a change of meaning: a mean over split features still counts as split; it is an error only where a whole tensor is read
+- a change of meaning: a mean over split features still counts as split; it is an error only where a whole tensor is read. What that
+  changes in the result of a block is found behind it (same_function.py)
 - functions that run outside of a call of the model, and inputs of modules that were added after the cut
 - errors that are the same on all ranks, and errors along other axes than tensor, where ranks differ by design
 Rounding counts as an error: on a GPU, kernels that add in no fixed order need torch.use_deterministic_algorithms.
@@ -22,6 +23,7 @@ Price: a message of 8 bytes to each rank for every tensor before and after a mod
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import Layout, joined
@@ -85,6 +87,19 @@ def watch(model: nn.Module, group: Group) -> None:
     for name, module in model.named_modules():
         module.register_forward_pre_hook(partial(watcher.enter, name), with_kwargs=True, prepend=True)
         module.register_forward_hook(partial(watcher.leave, name), always_call=True)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """A context for calls of copies in the middle of a watched call: no layout is derived inside."""
+    watchers = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _Watch)]
+    for watcher in watchers:
+        watcher.running.append(("", True))
+    try:
+        yield
+    finally:
+        for watcher in watchers:
+            watcher.running.pop()
 
 
 def ends_of(module: nn.Module) -> Ends:
