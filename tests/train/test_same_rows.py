@@ -203,3 +203,32 @@ def test_norms_are_told_of_unless_they_differ_by_no_more_than_rounding_leaves(fo
             expect_one_model(world, totals, norms)
 
     rl.simulate(rl.Mesh(tensor=2), body)
+
+
+class TiedByHand(nn.Module):
+    """Its head is no module, but reads the matrix of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(37, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return torch.nn.functional.linear(x + self.down(self.up(x).relu()), self.embedding.weight)
+
+
+def test_torch_s_error_in_a_model_that_reads_a_cut_matrix_itself_names_what_the_plan_cuts():
+    def loss(model, batch):
+        logits = model(batch[0])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+    def body(world):
+        plan = {"embedding": "embedding_rowwise", "up": "colwise", "down": "rowwise"} if world.mesh.tensor > 1 else None
+        prepare(copy.deepcopy(plain), world, loss, tensor_plan=plan).step((rows(0)[0], torch.full((2, 12), 36)))
+
+    plain = TiedByHand()
+    rl.simulate(1, body)
+    with pytest.raises(IndexError, match="Target 36 is out of bounds") as caught:
+        rl.simulate(rl.Mesh(tensor=2), body)
+    (note,) = (note for note in caught.value.__notes__ if "plan" in note)
+    assert note.startswith("the tensor plan cuts embedding.weight, up.weight, up.bias (4 in all)") and "colwise_rep" in note

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from rankloom.base.errors import RankloomError
+from rankloom.parallel.tensor.holding import holdings
 from rankloom.train.precision import Precision
 
 
@@ -38,4 +39,18 @@ def tokens_named(ranks: int) -> Iterator[None]:
             error.add_note(f"with {ranks} context ranks the model cuts what it is called with, and returns values for this rank's tokens "
                            "only. Give it the targets too, `model(tokens, targets=targets)`, or cut them alike: "
                            "`own_tokens(targets, world.group('context'))` in rankloom.parallel.context")
+        raise
+
+
+@contextmanager
+def parts_named(model: nn.Module) -> Iterator[None]:
+    """A context: over tensor ranks, an error that torch raises inside gets a note that names parameters of which each rank has a part."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        parts = [name for name, held in holdings(model).items() if held.dim is not None]
+        if parts and not isinstance(error, RankloomError):
+            error.add_note(f"the tensor plan cuts {', '.join(parts[:3])} ({len(parts)} in all): what reads one of them itself, such as "
+                           "`F.linear(x, self.embedding.weight)`, has a part on each rank. Let a layer of the plan compute it: for a "
+                           "tied head an nn.Linear with the same parameter, colwise_rep")
         raise
