@@ -88,6 +88,15 @@ def test_the_plan_says_why_a_layer_stays():
     assert to_float8(Odd(), Recipe(keep=("*.na?ed",))).layers.keys() == {"body.plain"}
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_without_elements_stays():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 0), nn.Linear(0, 16), nn.Linear(16, 16))
+    assert plan_float8(model) == {"0": "", "1": "16 x 0 has no elements", "2": "0 x 16 has no elements", "3": "it makes the output"}
+    layers = to_float8(model)
+    layers.begin_step(whole=True)   # casts the weights
+    assert model(torch.ones(4, 16)).isfinite().all()
+
+
 def test_a_pattern_that_fits_nothing_and_a_model_that_keeps_all_are_errors():
     with pytest.raises(ConfigError, match="'bloks.0.mlp.up' fits no linear layer. Did you mean 'blocks.0.mlp.up'?"):
         to_float8(GPT(SMALL), Recipe(keep=("bloks.0.mlp.up",)))

@@ -313,7 +313,7 @@ def to_float8(model: nn.Module, recipe: Recipe | None = None, elsewhere: Group |
 def plan_float8(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, str]:
     """For each linear layer: why it is not converted; "" if it is.
 
-    Not converted are layers with a dim that is not a multiple of 16, layers whose weight another kind of module uses too, the output
+    Not converted are layers with a dim that is 0 or no multiple of 16, layers whose weight another kind of module uses too, the output
     layer (the last that is a direct child of the model), where an error goes straight into the loss, and those that `keep` names.
     """
     linears, held = linear_layers(model), holdings(model)
@@ -328,6 +328,8 @@ def plan_float8(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, str]:
         shape = held[full_name(name, "weight")].shape   # of the whole weight: the choice is that of one process
         if any(n % STEP for n in shape):
             return f"{_sizes(shape)} does not divide by {STEP}"
+        if not all(shape):   # a dim of 0, and nothing to scale by
+            return f"{_sizes(shape)} has no elements"
         if id(layer.weight) in shared:
             return "its weight is another module's too"
         if name == last:
