@@ -1536,6 +1536,26 @@ def test_fill_is_for_models_on_the_meta_device():
         rl.simulate(2, lambda world: rl.fully_shard(Net().to("meta"), world))
 
 
+@pytest.mark.parametrize("size, backend", [(1, "gloo"), (2, "rankloom")])
+def test_derivatives_by_torch_func_between_steps_change_no_step_where_parameters_stay(size, backend):
+    def train(model, rows):
+        optimizer = adamw(model.parameters())
+        for _ in range(3):
+            by_input = torch.func.grad(lambda x: torch.sin(model(x)).sum())(rows)
+            optimizer.zero_grad()
+            model(rows + by_input).square().mean().backward()
+            optimizer.step()
+        return model.state_dict()
+
+    def body(world):
+        sharded = rl.fully_shard(made(), world)
+        return train(sharded, inputs().chunk(world.size)[world.rank])
+
+    expected = train(made(), inputs())
+    for found in rl.simulate(size, body, backend=backend):
+        torch.testing.assert_close(found, dict(expected), rtol=1e-12, atol=1e-12)
+
+
 
 
 def test_fewer_than_no_units_ahead_are_refused():

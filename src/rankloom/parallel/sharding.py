@@ -305,6 +305,9 @@ class Sharding:
 
     def _before_backward(self, section: Section, gradient: Tensor) -> None:
         """Settle and release the sections whose backward is over, gather this one again, and prefetch those called before it."""
+        if inside_of_transform():   # of torch.func, which sets no `.grad`; there parameters stay (`_before_forward`)
+            section.calls = max(0, section.calls - 1)
+            return
         if self.gathering.reshards and torch.is_grad_enabled():
             raise UnitError(f"rank {self.group.world_rank}: a backward with create_graph=True leaves a graph that reads parameters that "
                             "are released; keep them: reshard_after_forward=False, or a stage below 3")
