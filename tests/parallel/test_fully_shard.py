@@ -1530,9 +1530,12 @@ def test_a_model_on_the_meta_device_is_filled_unit_by_unit(size, backend):
 
 
 def test_fill_is_for_models_on_the_meta_device():
-    with pytest.raises(ConfigError, match="meta device"):
+    with pytest.raises(ConfigError, match="meta device, and to no other"):
         rl.simulate(2, lambda world: rl.fully_shard(made(), world, fill=filled))
-    with pytest.raises(ConfigError, match="meta device"):
+
+
+def test_a_model_without_values_and_without_fill_is_an_error_that_says_what_to_give():
+    with pytest.raises(ConfigError, match="first.weight is on the meta device and has no values: give `fill`"):
         rl.simulate(2, lambda world: rl.fully_shard(Net().to("meta"), world))
 
 

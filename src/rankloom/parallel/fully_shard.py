@@ -244,8 +244,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     if group.size > 1 and (refusal := why_not_for_slices(compress, replicas=replicas.size > 1)):
         raise ConfigError(f"fully_shard: compress={compress!r} {refusal}")
     expect_counts(ahead=ahead)
-    if (fill is None) == any(param.is_meta for param in model.parameters()):
-        raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
+    _expect_source_of_values(model, fill)
     options = {"units": comparable(units), "compute": compute, "reduce": reduce, "compress": compress, "compress_after": compress_after,
                "reshard_after_forward": reshard_after_forward, "ahead": ahead}
     expect_same_values_in(group, replicas, "way to shard", options)
@@ -272,6 +271,16 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         found = group.all_gather_object(first.make.problem, label="initial values")
         replicas.agree("\n".join(filter(None, found)) or None, label="initial values")
     return FullySharded(model, sharding, summing, compute)
+
+
+def _expect_source_of_values(model: nn.Module, fill: Fill | None) -> None:
+    """Raise ConfigError when parameters on the meta device have no `fill`, or when there are none to fill."""
+    on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if fill is None and on_meta is not None:
+        raise ConfigError(f"{on_meta} is on the meta device and has no values: give `fill`, a function of (name, tensor) that fills the "
+                          "tensor in place")
+    if fill is not None and on_meta is None:
+        raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
 
 
 def _expect_same_slice(group: Group, replicas: Group) -> None:
