@@ -1003,6 +1003,25 @@ def test_a_parameter_that_comes_after_wrapping_is_an_error(wrap, ranks):
     rl.simulate(ranks, body)
 
 
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_parameters_beside_a_wrapped_model_are_an_error_if_they_are_trained(wrap):
+    def body(world):
+        wrapped = wrap(make_layers(), world)
+        wrapped.criterion, wrapped.teacher = torch.nn.MSELoss(), torch.nn.Linear(1, 1).requires_grad_(False)
+        square_loss(wrapped, world.rank)
+        wrapped.head = torch.nn.Linear(1, 1)
+        with pytest.raises(UnitError, match=r"head.weight came after the model was wrapped, and stands beside it"):
+            square_loss(wrapped, world.rank)
+        del wrapped.head
+        wrapped.scale = nn.Parameter(torch.ones(1))
+        with pytest.raises(UnitError, match=r"scale came after the model was wrapped, and stands beside it"):
+            square_loss(wrapped, world.rank)
+        del wrapped.scale
+        square_loss(wrapped, world.rank)
+
+    rl.simulate(2, body)
+
+
 def test_a_replica_that_is_compiled_whole_is_compiled_once(monkeypatch):
     """Also where a forward gives back the memory of gradients, which in a graph would be guards on what gradients there are."""
     monkeypatch.setattr(frames, "has_allocator", lambda device: True)

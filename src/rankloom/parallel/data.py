@@ -21,6 +21,7 @@ from rankloom.comm.compress import EXACT, Summing
 from rankloom.parallel.equal_start import expect_model_and_group, expect_same_values, make_replicas_equal
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.guards import watch_optimizers
+from rankloom.parallel.known_parameters import expect_none_beside
 from rankloom.parallel.replicas import ReplicaGuard
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.world.connect import expect_cpu_backend
@@ -47,8 +48,9 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward.
 
-        raises: UnitError when a parameter was replaced after the model was wrapped; ConfigError when a frozen one is now trainable
+        raises: UnitError when a parameter was replaced or added after the model was wrapped; ConfigError when a frozen one is now trainable
         """
+        expect_none_beside(self)
         self._replica_guard.parameters.expect_unchanged(may_move=True)
         if self._finish_queued and torch._C._current_graph_task_id() != -1:   # a recomputed forward, inside a backward
             return self.module(*args, **kwargs)

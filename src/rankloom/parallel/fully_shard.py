@@ -29,7 +29,7 @@ from rankloom.parallel.buffers import BufferKeeper
 from rankloom.parallel.equal_start import expect_model_and_group, expect_same_values, expect_same_values_in, make_replicas_equal
 from rankloom.parallel.guards import guard_owners
 from rankloom.parallel.initial_values import FirstValues, InitialValues, give_memory, put_stand_ins
-from rankloom.parallel.known_parameters import KnownParameters
+from rankloom.parallel.known_parameters import KnownParameters, expect_none_beside
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.reduction_order import Reducing
 from rankloom.parallel.sharding import Moment, Sharding
@@ -80,6 +80,7 @@ class FullySharded(nn.Module):
         return self.module(*args, **kwargs)
 
     def _expect_as_wrapped(self) -> None:
+        expect_none_beside(self)
         self._known.expect_no_more()
         self._sharding.expect_published("by no torch optimizer", "call `after_update()` of the sharded model after the change")
         for name, owner in self._owners.items():

@@ -63,3 +63,14 @@ class KnownParameters:
     def _all_parts(self) -> list[tuple[nn.Module, list[nn.Module | None], int]]:
         """Each module, its children, and its number of parameters."""
         return [(module, list(module._modules.values()), len(module._parameters)) for module in self.model.modules()]
+
+
+def expect_none_beside(wrapper: nn.Module) -> None:
+    """Raise UnitError when a wrapper around `module` was given parameters to train beside it, as `wrapper.head = nn.Linear(...)` does."""
+    if len(wrapper._modules) == 1 and not wrapper._parameters:
+        return
+    beside = {**wrapper._parameters, **{full_name(key, name): param for key, part in wrapper._modules.items() if part and key != "module"
+                                        for name, param in part.named_parameters()}}
+    if new := [name for name, param in beside.items() if param is not None and param.requires_grad]:
+        raise UnitError(f"{new[0]} came after the model was wrapped, and stands beside it: its gradient is not summed, and it is in no "
+                        "saved state. Put it into the model before you wrap it; keep elsewhere what is not to be trained, or freeze it")
