@@ -293,6 +293,14 @@ def test_a_run_that_fails_once_its_summary_is_there_says_its_folder_too(folder, 
     assert capsys.readouterr().out == "run folder: runs/full\n"
 
 
+def test_a_backend_of_matplotlib_that_is_not_installed_spoils_no_plot(folder):
+    """A notebook names its own in the environment, and `!rankloom train` inherits it."""
+    done = rankloom("train", "train.toml", "--train.samples", "0", "--run.name", "one",
+                    env={**os.environ, "MPLBACKEND": "no_such_backend"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("run folder: runs/one\n") and Path("runs/one/loss.png").exists()
+
+
 def test_scale_launches_ranks_that_reach_the_same_losses_as_one_and_measures_tabulates_and_draws(here):
     done = here("scale", "train.toml", "--ranks", "1,2", "--steps", "6", "--out", "out")
     assert done.returncode == 0, done.stdout + done.stderr

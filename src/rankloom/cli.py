@@ -25,6 +25,7 @@ from rankloom.base.events import ignore
 from rankloom.base.files import make_folder
 from rankloom.base.text import not_drawn, printable, show_any_text, whole_number
 from rankloom.watch.progress import Progress, Screen, is_closed
+from rankloom.world.launch import debug_mode, forget_plot_backend, record_failure
 from rankloom.world.leave import leave_at_once, leaving_on_signals
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ app = App(
 def main() -> None:
     """Run one command. A user's mistake gives one message and exit code 2, never a traceback."""
     show_any_text()
+    forget_plot_backend()
     try:
         try:
             app()
@@ -83,15 +85,11 @@ def _finish_output() -> None:
 
 def _told_the_launcher(error: Exception) -> bool:
     """Whether this is a rank whose launcher shows the error, with those of the other ranks."""
-    from rankloom.world.launch import record_failure
-
     return record_failure(error)
 
 
 def _report(error: RankloomError) -> None:
     """Print the message; with RANKLOOM_DEBUG=1 the traceback first."""
-    from rankloom.world.launch import debug_mode
-
     if debug_mode():
         sys.excepthook(type(error), error, error.__traceback__)
     print(f"error: {error}", file=sys.stderr)

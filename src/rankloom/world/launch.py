@@ -89,6 +89,11 @@ def fix_cublas_workspace() -> None:
         os.environ.setdefault(name, value)
 
 
+def forget_plot_backend() -> None:
+    """For programs that draw to files only. Where MPLBACKEND names a backend that is missing, such as a notebook's, no import works."""
+    os.environ.pop("MPLBACKEND", None)
+
+
 def record_failure(error: BaseException) -> bool:
     """Tell the launcher, if there is one, why this rank fails. The first error that a rank reports counts.
 
