@@ -320,6 +320,15 @@ def test_a_study_of_warm_up_only_is_refused_before_it_runs():
         cli.scale(Path("train.toml"), steps=3)
 
 
+def test_a_study_under_a_launcher_is_told_to_go_without_it(folder, monkeypatch):
+    """Its runs would take the launcher's ranks for their own."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(rl.ConfigError, match="starts the ranks of each of its runs itself: give the command without torchrun"):
+        cli.scale(Path("train.toml"))
+    assert not Path("runs").exists()
+
+
 @pytest.mark.parametrize(("ends", "raised", "said"), [
     ("sys.exit(2)", SystemExit, "^2$"), ("os.kill(os.getpid(), 9)", rl.RankFailed, "was killed by signal 9"),
 ])

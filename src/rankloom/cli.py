@@ -221,8 +221,10 @@ def scale(
     from rankloom.train.config import load_config
     from rankloom.train.scaling_runs import parse_ranks, plan_study
     from rankloom.watch.scaling import WARM_UP_STEPS, measure, scaling_rows, title_of
-    from rankloom.world.launch import cores
+    from rankloom.world.launch import cores, find_place
 
+    if (launcher := find_place().launcher) != "alone":
+        raise ConfigError(f"rankloom scale starts the ranks of each of its runs itself: give the command without {launcher}")
     if steps <= WARM_UP_STEPS:
         raise ConfigError(f"--steps {steps}: the first {WARM_UP_STEPS} steps of a run warm up and are not counted; give more")
     config = load_config(file, overrides)
