@@ -107,6 +107,8 @@ def test_a_mistake_in_the_file_names_file_section_key_and_cure(file, text, messa
         (["--tarin.steps", "none"], "--tarin.steps: unknown section [tarin]. Did you mean 'train'?"),
         (["--train.steps", "x"], "--train.steps: steps = 'x': must be a valid integer"),
         (["--train.steps"], "--train.steps: needs a value"),
+        (["--model.tie"], "--model.tie: needs a value after it, also where that is true or false"),
+        (["--model.tie", "True"], "--model.tie: tie = 'True': must be a valid boolean (true or false)"),
         (["steps=3"], "steps=3: not an option"),
         (["--steps", "3"], "a setting of the file is overridden by --section.key value. Did you mean --train.steps?"),
         (["--mesh", "pipe"], "--mesh: not an option"),
@@ -269,6 +271,20 @@ def test_a_mesh_that_cannot_cut_the_model_is_refused_with_the_numbers_before_any
     with pytest.raises(ConfigError) as caught:
         load_config(file(), ["--model.width=48", *flags])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cure"),
+    [
+        (["--train.steps=20", "--schedule.warmup_steps=30"], "--schedule.warmup_steps 20 or less"),
+        (["--train.evaluate=false"], "--data.baseline false"),
+    ],
+)
+def test_what_an_error_advises_can_be_followed_to_the_letter(file, flags, cure):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file(), flags)
+    assert cure in str(caught.value)
+    load_config(file(), [*flags, *cure.removesuffix(" or less").split()])
 
 
 def test_logical_shards_and_the_default_vocabulary_are_those_of_engine_and_tokenizer():

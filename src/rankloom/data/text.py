@@ -55,7 +55,8 @@ def documents(source: str | Path) -> Iterator[Document]:
         return _folder(path)
     if is_file:
         return _not_empty(_file(path, path.name), path)
-    raise DataError(f"no text at {str(source)!r}: neither a file nor a folder, nor a built-in source. "
+    here = "" if path.is_absolute() else f" in {Path.cwd()}"
+    raise DataError(f"no text at {str(source)!r}{here}: neither a file nor a folder, nor a built-in source. "
                     f"{did_you_mean(str(source), BUILT_IN)}")
 
 

@@ -118,7 +118,7 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
             raise ConfigError(f"{word}: not an option; a setting of the file is overridden by --section.key value{example}")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"{flag}: needs a value, as in {flag} 4")
+                raise ConfigError(f"{flag}: needs a value after it, also where that is true or false")
             text = rest.pop(0)
         found.append(Override(flag, section, key, text))
     return found
@@ -294,6 +294,7 @@ def _line(
 
 def _expectation(detail: ErrorDetails) -> str:
     text = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    text = text.replace("valid boolean", "valid boolean (true or false)")
     if detail["type"] == "string_pattern_mismatch":
         return NAME_RULE if detail["loc"] == ("run", "name") else "must not be empty nor hold control characters"
     if detail["type"] in ("tuple_type", "too_long", "too_short", "missing"):

@@ -309,12 +309,13 @@ class Config(ConfigSection):
         if self.schedule.warmup_steps > self.train.steps:
             warmup, steps = self.schedule.warmup_steps, self.train.steps
             raise ValueError(f"[schedule] warmup_steps {warmup} is more than [train] steps {steps}: "
-                             f"give --schedule.warmup_steps too, at most {steps}")
+                             f"give --schedule.warmup_steps {steps} or less")
         if self.comm.compress_after >= self.train.steps and self.comm.compress != EXACT:
             raise ValueError(f"[comm] compress_after {self.comm.compress_after} leaves no step to compress of [train] steps "
                              f"{self.train.steps}")
         if self.data.baseline and not self.train.evaluate:
-            raise ValueError("[data] baseline is compared with the validation loss: not with [train] evaluate = false")
+            raise ValueError("[data] baseline is compared with the validation loss: not with [train] evaluate = false. "
+                             "It is true when left out: set it to false, too (--data.baseline false)")
         self._expect_stage_and_shard_fit()
         self._expect_no_conflicts()
         self._expect_experts_fit()
