@@ -71,7 +71,7 @@ def cast(x: Tensor, dtype: torch.dtype, largest: Tensor, *, reference: Tensor | 
     reference: see `scales_of`, as for margin
     """
     scales = scales_of(largest, dtype, reference=reference, margin=margin)
-    return Float8(_rounded(x, dtype, scales.inverse), scales.scale)
+    return Float8(rounded(x, dtype, scales.inverse), scales.scale)
 
 
 def scales_of(largest: Tensor, dtype: torch.dtype, *, reference: Tensor | None = None, margin: int = 0) -> Scales:
@@ -99,7 +99,8 @@ def cast_twice(x: Tensor, dtype: torch.dtype, scales: Scales) -> tuple[Float8, F
     return Float8(rows, scales.scale), Float8(columns.t(), scales.scale)
 
 
-def _rounded(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
+def rounded(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
+    """x, of any shape, times `Scales.inverse` in eight bits, as `cast` says."""
     limit = torch.finfo(dtype).max
     wide = x.float() if x.dtype == torch.float16 else x      # the inverse of a scale may not fit fp16
     # Clamp first: torch casts values out of range to NaN (E4M3) or infinity (E5M2). A NaN stays one.
@@ -107,10 +108,10 @@ def _rounded(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:
 
 
 def _by_rows_and_columns(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """`_rounded(x [m, n])` as [m, n] and as [n, m], both contiguous."""
+    """`rounded(x [m, n])` as [m, n] and as [n, m], both contiguous."""
     if BUILDS and x.dtype in HALVES and multiplies_float8(x.device):
         return import_module("rankloom.base.float8_kernel").by_rows_and_columns(x, dtype, inverse)   # type: ignore[no-any-return]
-    rows = _rounded(x, dtype, inverse).contiguous()
+    rows = rounded(x, dtype, inverse).contiguous()
     return rows, rows.t().clone(memory_format=torch.contiguous_format)
 
 

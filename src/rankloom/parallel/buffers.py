@@ -158,8 +158,9 @@ class Sampled:
         def changed(among: Set[str]) -> set[str]:
             found: set[str] = set()
             for views, mask in zip(self._views, masks):
-                parts = mask().split([view.numel() for view in views.values()])
-                found |= {name for name, part in zip(views, parts) if part.any()}
+                if (differs := mask()).any():
+                    parts = differs.split([view.numel() for view in views.values()])
+                    found |= {name for name, part in zip(views, parts) if part.any()}
             return found & among
         return changed
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rankloom.base.float8 import E4M3, Float8, apart, cast, magnitude, scales_of
+from rankloom.base.float8 import E4M3, Float8, apart, magnitudes, rounded, scales_of
 from rankloom.shard.layout import FlatLayout
 
 
@@ -27,8 +27,9 @@ def piece_amaxes(own: Tensor, layout: FlatLayout, rank: int) -> Tensor:
     own: [slice], in the dtype in which an unsharded model holds its weights   returns: fp32 [weights], in the order of the layout
     """
     amaxes = torch.zeros(len(layout.slots), dtype=torch.float32, device=own.device)
-    for at, piece in _pieces(own, layout, rank):
-        amaxes[at] = magnitude(piece[None]).view(())
+    if pieces := dict(_pieces(own, layout, rank)):
+        for at, largest in zip(pieces, magnitudes(list(pieces.values())).unbind()):
+            amaxes[at] = largest
     return amaxes
 
 
@@ -39,9 +40,9 @@ def encode_slice(own: Tensor, layout: FlatLayout, rank: int, amaxes: Tensor, out
     own: [slice], as in `piece_amaxes`   amaxes: fp32 [weights], of the whole weights   out: uint8 [slice]; gaps become zeros
     """
     out.zero_()
-    into = out.view(E4M3)
+    into, inverse = out.view(E4M3), scales_of(amaxes, E4M3).inverse
     for (at, piece), (_, room) in zip(_pieces(own, layout, rank), _pieces(into, layout, rank), strict=True):
-        room.copy_(cast(piece[None], E4M3, amaxes[at].view(1, 1)).data[0])
+        room.copy_(rounded(piece, E4M3, inverse[at]))
 
 
 def decode(whole: Tensor, layout: FlatLayout, amaxes: Tensor) -> dict[str, Float8]:
