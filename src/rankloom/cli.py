@@ -25,7 +25,7 @@ from rankloom.base.events import ignore
 from rankloom.base.files import make_folder
 from rankloom.base.text import not_drawn, printable, show_any_text, whole_number
 from rankloom.watch.progress import Progress, Screen, is_closed
-from rankloom.world.launch import debug_mode, forget_plot_backend, record_failure
+from rankloom.world.launch import cores, debug_mode, find_place, forget_plot_backend, record_failure
 from rankloom.world.leave import leave_at_once, leaving_on_signals
 
 if TYPE_CHECKING:
@@ -111,8 +111,6 @@ def train(file: ConfigFile, /, *overrides: Overrides) -> None:
     overrides
         Any key of the file, as --section.key value: --mesh.replicate 4 --train.steps=200
     """
-    from rankloom.world.launch import find_place
-
     alone = find_place().launcher == "alone"
     with leaving_on_signals(as_killed=not alone):
         from rankloom.data.text import expect_source
@@ -160,8 +158,6 @@ def _be_a_rank(config: "Config") -> None:
     from rankloom.train.config import with_ranks
     from rankloom.train.loop import train as train_loop
     from rankloom.world.join import init
-    from rankloom.world.launch import find_place
-
     config = with_ranks(config, find_place().size)
     world = init(config.mesh.as_mesh(), timeout=config.comm.timeout, topology=config.comm.topology, backend=config.comm.backend)
     try:
@@ -221,7 +217,6 @@ def scale(
     from rankloom.train.config import load_config
     from rankloom.train.scaling_runs import parse_ranks, plan_study
     from rankloom.watch.scaling import WARM_UP_STEPS, measure, scaling_rows, title_of
-    from rankloom.world.launch import cores, find_place
 
     if (launcher := find_place().launcher) != "alone":
         raise ConfigError(f"rankloom scale starts the ranks of each of its runs itself: give the command without {launcher}")
@@ -261,7 +256,6 @@ def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
     from rich.table import Table
 
     from rankloom.train.run_folder import write_json
-    from rankloom.world.launch import cores
 
     table = Table("ranks", "tokens/s", "speed-up", "efficiency", "communication", title=title)
     for row in rows:
@@ -320,8 +314,6 @@ def bench(
     from rankloom import bench as command
     from rankloom.base.quantities import parse_sizes
     from rankloom.comm.bench import plan_bench
-    from rankloom.world.launch import find_place
-
     study = plan_bench(_words(collective), _words(algorithm or ""), parse_sizes(sizes), dtype, turns)
     place, folder = find_place(), out or Path("runs") / f"bench-{datetime.now():%Y-%m-%d-%H%M%S}"
     alone = place.launcher == "alone"

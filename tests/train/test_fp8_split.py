@@ -15,7 +15,7 @@ from rankloom.base.float8 import E4M3, E5M2
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
-from rankloom.train.fp8 import Float8Column, Float8Row, InFloat8, Recipe, to_float8
+from rankloom.train.fp8 import Float8Column, Float8Row, InFloat8, Recipe, cast_weights, to_float8
 from rankloom.train.precision import PRECISIONS, Precision
 from split_model import joined
 
@@ -86,6 +86,7 @@ def test_a_part_of_a_matrix_is_cast_to_that_part_of_the_cast_matrix(scaling, ran
     draw = torch.Generator().manual_seed(3)
     whole = torch.randn(64, 64, generator=draw) * torch.logspace(-20, 20, 64, base=2.0)[:, None]
     unsplit = nn.ModuleDict({"body": nn.ModuleDict({"layer": nn.Linear(64, 64)})})
+    unsplit.body.layer.weight.data[-1, -1] = 100.0   # one rank has the largest
     plain = copy.deepcopy(unsplit)
     to_float8(plain, Recipe(scaling=scaling))
     truth = plain.body.layer
@@ -98,6 +99,8 @@ def test_a_part_of_a_matrix_is_cast_to_that_part_of_the_cast_matrix(scaling, ran
             to_float8(model, Recipe(scaling=scaling))
             layer = model.body.layer
             assert type(layer) is kind
+            with torch.no_grad():   # as at the beginning of a step
+                check(cast_weights([layer])[0], truth.cast_weight(truth.weight), cut, mine)
             for x in (whole, whole.T.contiguous()):
                 part = x.narrow(cut, mine.start, 64 // ranks)
                 check(layer.cast_weight(part), truth.cast_weight(x), cut, mine)
