@@ -308,6 +308,18 @@ def test_all_gather_object_gathers_any_json_value_in_rank_order(p):
     assert rl.simulate(p, lambda w: w.all_gather_object(values[w.rank])) == [values[:p]] * p
 
 
+@pytest.mark.parametrize("value", [{1}, [torch.ones(1)], 10 ** 5000], ids=["set", "tensor", "long"])
+@pytest.mark.parametrize("p", RANKS)
+def test_a_value_that_is_no_json_is_an_error_on_all_ranks_that_names_its_own(p, value):
+    """That rank raised alone: the others took its next call for this one."""
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=rf"^rank {p - 1}: found in group 'world': .*; give JSON values only"):
+            world.all_gather_object(value if world.rank == p - 1 else "x" * world.rank, label="found")
+        return world.all_gather_object(world.rank)
+
+    assert rl.simulate(p, body) == [[*range(p)]] * p
+
+
 def test_a_barrier_may_be_entered_and_waited_for_later():
     def body(world):
         entered = world.barrier(async_op=True)

@@ -8,7 +8,6 @@ A group of one rank has no connection: every collective is the identity.
 Read `world/world.py` for how groups are made, `base/cost.py` for the bills.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
@@ -20,6 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
 from rankloom.base.errors import ConfigError, RankloomError, RankLost, ShapeMismatch, UnitError
+from rankloom.base.json_text import as_json, from_json
 from rankloom.base.quantities import seconds
 from rankloom.base.tensors import as_bytes
 from rankloom.base.topology import Topology
@@ -281,12 +281,12 @@ class Group:
     # ------------------------------------------------------------------ values that are not tensors
 
     def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
-        """Every rank's `value`, in rank order. JSON values only: nothing is unpickled."""
-        text = json.dumps(value).encode()
-        sizes = self.all_gather(torch.tensor([len(text)], device=self.device), label=f"{label}: length").tolist()
-        padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
+        """Every rank's `value`, in rank order. JSON values only: nothing is unpickled. For others, all ranks raise ConfigError."""
+        text, sign = as_json(value, self.where(label or "all_gather_object"))
+        sizes = self.all_gather(torch.tensor([sign * len(text)], device=self.device), label=f"{label}: length").tolist()
+        padded = torch.frombuffer(bytearray(text.ljust(max(map(abs, sizes)))), dtype=torch.uint8)
         rows = self.all_gather(padded.to(self.device), label=f"{label}: text").view(self.size, -1).cpu()
-        return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes)]
+        return from_json((row[:abs(n)].numpy().tobytes() for row, n in zip(rows, sizes)), sizes)
 
     def agree(self, problem: str | None, *, error: type[RankloomError] = ConfigError, label: str = "agree") -> None:
         """Every rank raises or none does: if one rank raised alone, the others would wait for it.
