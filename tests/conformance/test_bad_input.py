@@ -196,6 +196,7 @@ REFUSED = {
     "a root below 0": lambda group: broadcast(group, root=-1),
     "a receiver that is not there": partial(send, to=3),
     "a sender that is not there": partial(recv, frm=-2),
+    "a sender before the first, as rank - 1 is on rank 0": partial(recv, frm=-1),
     "a tag below 0": lambda group: group.send([torch.ones(1)], 1, -1),
     "a tag that is too large": lambda group: group.recv([torch.ones(1)], 1, 1 << 63),
     "a tag that is a word": lambda group: group.send([torch.ones(1)], 1, "later"),

@@ -291,6 +291,19 @@ def test_a_view_that_is_computed_when_it_is_read_is_refused_by_every_call(lazy, 
     rl.simulate(2, body, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("peer", [None, "0", 0.5])
+def test_a_peer_or_a_root_that_is_no_number_is_refused_in_words(peer, backend):
+    def body(world):
+        x = torch.zeros(3)
+        for call in (lambda: world.send(x, peer), lambda: world.recv(x, peer), lambda: world.broadcast(x, peer),
+                     lambda: world.exchange(x, peer, torch.zeros(3), 0), lambda: world.exchange(x, 1 - world.rank, torch.zeros(3), peer)):
+            with pytest.raises(rl.ConfigError, match=f"there is no rank {peer!r} in a group of 2"):
+                call()
+
+    rl.simulate(2, body, backend=backend)
+
+
 def test_an_exchange_on_its_way_ends_with_its_group():
     def body(world):
         handle = world.exchange(torch.zeros(1 << 20), 1 - world.rank, torch.empty(1 << 20), 1 - world.rank, tag=world.rank, async_op=True)

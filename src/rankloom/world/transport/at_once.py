@@ -23,6 +23,7 @@ class AtOnce:
 
     def __init__(self, channel: Channel, ledger: Ledger):
         self._channel, self._ledger, self._size, self._rank = channel, ledger, channel.size, channel.rank
+        self._ranks = range(channel.size)   # `in` takes anything, such as None; `<` does not
         self._run, self._message, self._exchange = channel.link.run, channel.link.message, channel.link.exchange
 
     def all_reduce(self, x: Tensor, op: int, label: str) -> bool:
@@ -87,7 +88,7 @@ class AtOnce:
 
     def send(self, x: Tensor, to: int, tag: int, label: str) -> bool:
         """Send a tensor to a rank of the group."""
-        if not (0 <= to < self._size and is_tag(tag) and _is_plain(x)):
+        if not (to in self._ranks and is_tag(tag) and _is_plain(x)):
             return False
         address, nbytes = x.data_ptr(), x.nbytes
         if nbytes and not address:
@@ -99,7 +100,7 @@ class AtOnce:
 
     def recv(self, into: Tensor, frm: int, tag: int, label: str) -> bool:
         """Receive a tensor from a rank of the group."""
-        if not (0 <= frm < self._size and is_tag(tag) and _is_plain(into)):
+        if not (frm in self._ranks and is_tag(tag) and _is_plain(into)):
             return False
         address, nbytes = into.data_ptr(), into.nbytes
         if nbytes and not address:
@@ -110,7 +111,7 @@ class AtOnce:
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int, label: str) -> bool:
         """Send one tensor while receiving another; cannot deadlock, in whatever order ranks call it."""
-        known = 0 <= to < self._size and 0 <= frm < self._size and is_tag(tag)
+        known = to in self._ranks and frm in self._ranks and is_tag(tag)
         if not (known and _is_plain(out) and _is_plain(into)):
             return False
         source, nbytes, target, room = out.data_ptr(), out.nbytes, into.data_ptr(), into.nbytes

@@ -8,7 +8,8 @@ import array
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any, cast
+from operator import index
+from typing import Any, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
@@ -280,10 +281,10 @@ def cut_rows(x: Tensor, rows: Sequence[int], parts: int, label: str) -> tuple[li
 # ------------------------------------------------------------------ checks that need one rank only
 
 
-def expect_rank(rank: int, size: int, label: str) -> None:
+def expect_rank(rank: object, size: int, label: str) -> None:
     """raises: ConfigError when a root or a peer is not in the group"""
-    if not 0 <= rank < size:
-        raise ConfigError(f"{label}: there is no rank {rank} in a group of {size}")
+    if not (isinstance(rank, SupportsIndex) and 0 <= index(rank) < size):
+        raise ConfigError(f"{label}: there is no rank {rank!r} in a group of {size}")
 
 
 def is_tag(tag: object) -> bool:

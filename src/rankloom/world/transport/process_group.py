@@ -296,18 +296,23 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
         """Send to one rank of this group."""
+        operands.expect_rank(to, self.size(), self._where("send"))
         x = only_one(tensors, "send")
         return self._post(1, dense(x, self._where("send")), x, to, tag, None)
 
     def recv(self, tensors: list[Tensor], frm: int, tag: int = 0) -> Work:
         """Receive from one rank of this group."""
-        x = only_one(tensors, "recv")
-        flat, back = dense_output(x, self._where("recv"))
-        return self._post(0, flat, x, frm, tag, back)
+        operands.expect_rank(frm, self.size(), self._where("recv"))   # a program's rank - 1 may be -1, which is ANYONE below
+        return self._receive(tensors, frm, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         """Receive from any rank, whichever sends first; the work's `source_rank()` tells which."""
-        return self.recv(tensors, ANYONE, tag)
+        return self._receive(tensors, ANYONE, tag)
+
+    def _receive(self, tensors: list[Tensor], frm: int, tag: int) -> Work:
+        x = only_one(tensors, "recv")
+        flat, back = dense_output(x, self._where("recv"))
+        return self._post(0, flat, x, frm, tag, back)
 
     def _post(self, sending: int, flat: Tensor, x: Tensor, peer: int, tag: int, back: Finish | None) -> Work:
         label = "send" if sending else "recv"
@@ -315,8 +320,6 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
             raise self.channel.explain(LEFT, label)
         self._expect_here([x], label)
         operands.expect_tag(tag, self._where(label))
-        if sending or peer != ANYONE:
-            operands.expect_rank(peer, self.size(), self._where(label))
         return self._message(sending, flat, x, peer, tag, back)
 
     def _message(self, sending: int, flat: Tensor, x: Tensor, peer: int, tag: int, back: Finish | None) -> Work:
