@@ -190,6 +190,9 @@ REFUSED = {
     "the largest of sparse tensors": lambda group: group.allreduce([torch.eye(3).to_sparse()], options(op=dist.ReduceOp.MAX)),
     "sparse tensors of several shapes": lambda group: group.allreduce([torch.eye(3 + group.rank()).to_sparse()], options()),
     "a tensor without memory": lambda group: group.allreduce([torch.ones(2, device="meta")], options()),
+    "the values of a quantised tensor without its scale": lambda group: group.broadcast([quantised()], options(dist.BroadcastOptions)),
+    "a message of a quantised tensor": lambda group: group.send([quantised()], 1, 0),
+    "a message into a quantised tensor": lambda group: group.recv([quantised()], 1, 0),
     "no tensor": lambda group: group.allreduce([], options()),
     "two tensors": lambda group: group.broadcast([torch.ones(1), torch.ones(1)], options(dist.BroadcastOptions)),
     "a root that is not there": lambda group: broadcast(group, root=3),
@@ -218,6 +221,11 @@ REFUSED = {
 }
 
 
+def quantised():
+    return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_right_is_refused_by_name_and_does_no_harm(ranks, what):
     world = ranks(3)

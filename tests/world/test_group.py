@@ -291,6 +291,21 @@ def test_a_view_that_is_computed_when_it_is_read_is_refused_by_every_call(lazy, 
     rl.simulate(2, body, backend=backend)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_quantised_tensor_is_refused_by_every_call_as_its_scale_is_not_sent(backend):
+    """Whole numbers of one rank times the scale of another were taken for its values; gloo's calls ended in torch's own words."""
+    def body(world):
+        other, x = 1 - world.rank, torch.quantize_per_tensor(torch.ones(4), 0.1 * (world.rank + 1), 0, torch.qint8)
+        for call in (lambda: world.all_reduce(x), lambda: world.broadcast(x), lambda: world.all_gather(x), lambda: world.reduce_scatter(x),
+                     lambda: world.all_to_all(x), lambda: world.send(x, other), lambda: world.recv(x, other),
+                     lambda: world.exchange(x, other, torch.zeros(4), other), lambda: world.exchange(torch.zeros(4), other, x, other)):
+            with pytest.raises(rl.ShapeMismatch, match=r"a quantised tensor cannot be sent: its scale would stay behind"):
+                call()
+
+    rl.simulate(2, body, backend=backend)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 @pytest.mark.parametrize("peer", [None, "0", 0.5])
 def test_a_peer_or_a_root_that_is_no_number_is_refused_in_words(peer, backend):

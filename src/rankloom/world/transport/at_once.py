@@ -126,7 +126,7 @@ class AtOnce:
 
 def _is_plain(x: Tensor) -> bool:
     return (isinstance(x, Tensor) and x.is_cpu and x.layout is torch.strided and x.is_contiguous()
-            and not (x.is_conj() or x.is_neg()))   # `is_lazy`, without the call
+            and not (x.is_quantized or x.is_conj() or x.is_neg()))   # `is_lazy`, without the call
 
 
 def _shaped(x: Tensor, out: Tensor | None, shape: Sequence[int]) -> Tensor | None:

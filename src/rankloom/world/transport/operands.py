@@ -91,7 +91,7 @@ def expect_movable(x: Tensor, device: torch.device, where: str) -> None:
     expect_type(f"{where}: operand", x, Tensor, "a tensor")
     if x.device.type not in ("cpu", device.type):
         raise ShapeMismatch(f"{where}: a tensor on {x.device} cannot be sent, expected one on {device}")
-    if x.layout != torch.strided:
+    if x.layout != torch.strided or x.is_quantized:
         raise misplaced(x, where)
     if is_lazy(x):
         raise NotContiguous(f"{where}: a view that is conjugated or negated only when read; pass x.resolve_conj().resolve_neg()")
@@ -120,7 +120,7 @@ def dense(x: Tensor, label: str) -> Tensor:
 
 def _in_memory(x: Tensor, label: str) -> Tensor:
     """`x`, or for torch's AsyncCollectiveTensor, which is waited for, what it wraps; raises ShapeMismatch if there is no memory."""
-    if x.layout != torch.strided or not (x.is_cpu or x.is_cuda):
+    if x.layout != torch.strided or x.is_quantized or not (x.is_cpu or x.is_cuda):
         raise misplaced(x, label)
     if x.data_ptr() or not x.nbytes:
         return x
@@ -143,7 +143,10 @@ def _copied_by(x: Tensor) -> Tensor:
 
 
 def misplaced(x: Tensor, label: str) -> ShapeMismatch:
-    """The error for a tensor of a layout or device that the group does not take."""
+    """The error for a tensor of a layout or device that the group does not take, or whose values are more than its memory holds."""
+    if x.is_quantized:
+        return ShapeMismatch(f"{label}: a quantised tensor cannot be sent: its scale would stay behind; send x.dequantize(), or "
+                             "x.int_repr() and the scale")
     return ShapeMismatch(f"{label}: a tensor of layout {x.layout} on {x.device} cannot be sent; expected a strided tensor on the CPU")
 
 
