@@ -22,6 +22,10 @@ settings.load_profile("patient")
 LONG = ("test_cli.py", "test_collectives.py", "test_agent.py", "test_sharded_equivalence.py", "test_matrix.py", "test_namespaces.py")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--whole-matrix", action="store_true", help="test_matrix.py: all stages, models and schedules on each mesh")
+
+
 def pytest_configure():
     """A shell that runs this in the background has some signals ignored, and every process started from here would inherit that."""
     for each, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -93,7 +97,7 @@ def pytest_terminal_summary(terminalreporter):
     """The table of test_matrix.py, wherever its tests ran: the largest error of every layout that was compared with one process."""
     layouts = [value for report in terminalreporter.getreports("passed") for name, value in report.user_properties if name == "layout"]
     if layouts:
-        terminalreporter.section("layouts against one process, fp64: largest relative error over stages 0 to 3")
+        terminalreporter.section("layouts against one process, fp64: largest relative error over so many stages, models and schedules")
         for layout, error in layouts:
             terminalreporter.write_line(f"{layout:<55} {error}")
 
