@@ -88,6 +88,19 @@ def test_the_plan_says_why_a_layer_stays():
     assert to_float8(Odd(), Recipe(keep=("*.na?ed",))).layers.keys() == {"body.plain"}
 
 
+def test_layers_with_one_weight_are_all_converted_or_none_is():
+    class Mirror(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode, self.between, self.again, self.decode = (nn.Linear(16, 16) for _ in range(4))
+            self.decode.weight, self.again.weight = self.encode.weight, self.between.weight
+
+    tied = "its weight is another module's too"
+    assert plan_float8(Mirror()) == {"encode": tied, "between": "", "again": "", "decode": "it makes the output"}
+    assert plan_float8(Mirror(), keep=["between"]) == {"encode": tied, "between": "keep names it", "again": tied,
+                                                       "decode": "it makes the output"}
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_a_layer_without_elements_stays():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 0), nn.Linear(0, 16), nn.Linear(16, 16))

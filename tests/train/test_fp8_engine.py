@@ -1,5 +1,6 @@
 """`rl.prepare(precision="fp8")`: the same bits at every stage and on any number of ranks, and what it is made of."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -109,6 +110,22 @@ def test_what_computes_in_full_and_what_the_recipe_keeps_stays():
         return [name for name, module in kept.model.named_modules() if isinstance(module, Float8Linear)]
 
     assert rl.simulate(1, body) == [["blocks.1.1", "blocks.1.3"]]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("tied, kept", [("4", ()), ("3", ("3",))], ids=["with the output", "with one that is kept"])
+def test_a_weight_that_a_layer_in_bf16_shares_trains_as_at_stage_0(stage, tied, kept):
+    """Gathered in 8 bits it is NaN for whoever reads its values."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+    model.get_submodule(tied).weight = model[0].weight
+    form = replace(PRECISIONS["fp8"], float8=Recipe(keep=kept))
+
+    def losses(world, stage):
+        engine = rl.prepare(copy.deepcopy(model), loss=squares, optimizer=lambda p: torch.optim.SGD(p, lr=1e-2), world=world, stage=stage,
+                            precision=form)
+        return [engine.step(torch.ones(4, 32)).loss for _ in range(2)]
+
+    assert rl.simulate(2, lambda world: losses(world, stage)) == rl.simulate(2, lambda world: losses(world, 0))
 
 
 def test_a_bad_step_changes_nothing_and_the_next_one_goes_on():

@@ -313,16 +313,19 @@ def to_float8(model: nn.Module, recipe: Recipe | None = None, elsewhere: Group |
 def plan_float8(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, str]:
     """For each linear layer: why it is not converted; "" if it is.
 
-    Not converted are layers with a dim that is 0 or no multiple of 16, layers whose weight another kind of module uses too, the output
-    layer (the last that is a direct child of the model), where an error goes straight into the loss, and those that `keep` names.
+    Not converted are layers with a dim that is 0 or no multiple of 16, the output layer (the last that is a direct child of the model),
+    where an error goes straight into the loss, those that `keep` names, and those whose weight a module that is not converted uses too:
+    a weight that is gathered in 8 bits has no other values.
     """
     linears, held = linear_layers(model), holdings(model)
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in linears):
             raise ConfigError(f"fp8 keep: {pattern!r} fits no linear layer. {did_you_mean(pattern, linears)}")
-    others = (module for module in model.modules() if not isinstance(module, tuple(KINDS)))
-    shared = {id(p) for module in others for p in module.parameters(recurse=False)}
     last = next((name for name in reversed(linears) if "." not in name), None)
+    kept = {name for name in linears if any(fnmatchcase(name, pattern) for pattern in keep)}
+    candidates = {id(layer) for name, layer in linears.items() if name not in kept and name != last}
+    others = (module for module in model.modules() if id(module) not in candidates)
+    shared = {id(p) for module in others for p in module.parameters(recurse=False)}
 
     def reason(name: str, layer: nn.Module) -> str:
         shape = held[full_name(name, "weight")].shape   # of the whole weight: the choice is that of one process
@@ -330,11 +333,11 @@ def plan_float8(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, str]:
             return f"{_sizes(shape)} does not divide by {STEP}"
         if not all(shape):   # a dim of 0, and nothing to scale by
             return f"{_sizes(shape)} has no elements"
-        if id(layer.weight) in shared:
-            return "its weight is another module's too"
         if name == last:
             return "it makes the output"
-        return "keep names it" if any(fnmatchcase(name, pattern) for pattern in keep) else ""
+        if name in kept:
+            return "keep names it"
+        return "its weight is another module's too" if id(layer.weight) in shared else ""
 
     return {name: reason(name, layer) for name, layer in linears.items()}
 
