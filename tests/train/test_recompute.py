@@ -696,6 +696,17 @@ def test_a_list_of_modules_that_are_never_called_has_no_blocks_and_that_is_told(
                                                 optimizer=partial(torch.optim.SGD, lr=0.1), **options))
 
 
+def test_blocks_of_named_classes_are_those_that_can_be_called():
+    """What was put around the forward of a dict of modules never ran, and what is inside of it was no block of its own."""
+    model = Pairs(lambda: nn.ModuleDict({"in": nn.Linear(4, 8), "out": nn.Linear(8, 4)}))
+    assert list(blocks_of(model, (nn.ModuleDict, nn.Linear))) == ["pairs.0.in", "pairs.0.out", "pairs.1.in", "pairs.1.out"]
+    for options in ({"recompute": "full"}, {"offload_activations": True}, {"compile": True}):
+        with pytest.raises(rl.ConfigError, match=r"Pairs has no ModuleDict with a forward; name the classes of its blocks"):
+            rl.simulate(1, lambda world, options=options: rl.prepare(
+                model, loss=lambda model, x: (model(x).sum(), len(x)), optimizer=partial(torch.optim.SGD, lr=0.1), world=world,
+                units=nn.ModuleDict, **options))
+
+
 def test_blocks_in_lists_of_lists_are_blocks():
     model = Pairs(lambda: nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
     assert list(blocks_of(model)) == ["pairs.0.0", "pairs.0.1", "pairs.1.0", "pairs.1.1"]

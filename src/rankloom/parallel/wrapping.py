@@ -84,7 +84,12 @@ def repeated_blocks(model: nn.Module) -> Iterator[str]:
 
 def may_be_a_block(module: nn.Module) -> bool:
     """Whether a module has modules inside, and a forward. An `nn.ModuleDict` has none: its owner calls what is in it, and never it."""
-    return getattr(module.forward, "__func__", None) is not nn.Module.forward and next(module.children(), None) is not None
+    return has_forward(module) and next(module.children(), None) is not None
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def parameters_of_sections(model: nn.Module, sections: Iterable[str]) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.names import full_name
 from rankloom.base.tensors import version_of
-from rankloom.parallel.wrapping import Policy, may_be_a_block, repeated_blocks
+from rankloom.parallel.wrapping import Policy, has_forward, may_be_a_block, repeated_blocks
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -60,7 +60,7 @@ def classes_in(units: Policy) -> tuple[type[nn.Module], ...]:
 
 
 def blocks_of(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> dict[str, nn.Module]:
-    """Name -> block, in the model's order: the outermost modules of `classes`; without classes, the repeated blocks.
+    """Name -> block, in the model's order: the outermost modules of `classes` that have a forward; without classes, the repeated blocks.
 
     If no block is repeated, the single block of a list. A block in several lists counts once, under its first name.
 
@@ -71,11 +71,11 @@ def blocks_of(model: nn.Module, classes: tuple[type[nn.Module], ...] = ()) -> di
         first = {id(block): name for name, block in reversed(named.items())}
         found = {name: block for name, block in named.items() if first[id(block)] == name}
     else:
-        named = {name: module for name, module in model.named_modules() if name and isinstance(module, classes)}
+        named = {name: module for name, module in model.named_modules() if name and isinstance(module, classes) and has_forward(module)}
         found = {name: module for name, module in named.items() if not any(name.startswith(outer + ".") for outer in named)}
     if not found:
-        sought = (" or ".join(kind.__name__ for kind in classes)
-                  or "blocks that stand in a list beside others of their class, and have a forward and modules inside")
+        sought = (" or ".join(kind.__name__ for kind in classes) + " with a forward" if classes else
+                  "blocks that stand in a list beside others of their class, and have a forward and modules inside")
         raise ConfigError(f"{type(model).__name__} has no {sought}; name the classes of its blocks: rl.prepare(..., units=(Block,))")
     return found
 
