@@ -393,6 +393,38 @@ def test_modules_that_compute_in_the_master_dtype_need_one():
         Precision("mine", torch.bfloat16, full=("*norm*",))
 
 
+class Mirrored(nn.Module):
+    """Two layers with one weight, which the module around them has too; it computes with none."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"encode": nn.Linear(8, 8), "decode": nn.Linear(8, 8)})
+        self.weight = self.parts["decode"].weight = self.parts["encode"].weight
+
+    def forward(self, x):
+        return self.parts["decode"](torch.tanh(self.parts["encode"](x)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_modules_with_one_weight_compute_in_one_format(stage):
+    """It was an error of torch's, of a product of two formats."""
+    mirrored, gpt = Mirrored(), GPT(GPTConfig(vocab_size=8, seq_len=4, width=8, layers=2, heads=2, kv_heads=2, tie=True))
+
+    def body(world, model, *full):
+        loss = (lambda model, x: (model(x).square().sum(), len(x))) if model is mirrored else language_model_loss
+        data = torch.ones(4, 8) if model is mirrored else (torch.ones(2, 4, dtype=torch.int64),) * 2
+        engine = rl.prepare(copy.deepcopy(model), loss=loss, optimizer=adamw, world=world, stage=stage,
+                            precision=replace(PRECISIONS["bf16"], full=full))
+        return engine.step(data).loss
+
+    with pytest.raises(rl.ConfigError, match=r"parts.encode computes in torch.float32, and parts.decode, which uses its weight too, in "
+                                             r"torch.bfloat16; let `full` name both, or none"):
+        rl.simulate(2, lambda world: body(world, mirrored, "*.encode"))
+    with pytest.raises(rl.ConfigError, match=r"embedding computes in torch.float32, and the model itself, which uses its weight too"):
+        rl.simulate(2, lambda world: body(world, gpt, "embedding"))
+    rl.simulate(2, lambda world: (body(world, mirrored, "parts"), body(world, mirrored, "*code"), body(world, gpt, "*norm*")))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e5m2])
 @pytest.mark.parametrize("field", ["compute", "master", "reduce", "output"])
 def test_a_format_has_floating_numbers_in_16_bits_or_more(field, dtype):

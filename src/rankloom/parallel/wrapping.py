@@ -98,7 +98,7 @@ def parameters_of_sections(model: nn.Module, sections: Iterable[str]) -> dict[st
     names = {id(param): name for name, param in model.named_parameters()}
     homes: dict[str, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for param in (*module.parameters(recurse=False), *_read_by(module)):
+        for param in (*module.parameters(recurse=False), *read_by(module)):
             chain, name = _chain(prefix, known), names[id(param)]
             homes[name] = _common(homes[name], chain) if name in homes else chain
     result: dict[str, list[str]] = {section: [] for section in sections}
@@ -107,7 +107,7 @@ def parameters_of_sections(model: nn.Module, sections: Iterable[str]) -> dict[st
     return {section: members for section, members in result.items() if members}
 
 
-def _read_by(module: nn.Module) -> Iterable[Tensor]:
+def read_by(module: nn.Module) -> Iterable[Tensor]:
     """Parameters of modules inside it that a module's own forward reads, if it says so, as rankloom's GPT does."""
     says = getattr(module, "parameters_read_by_forward", None)
     return () if says is None else says()   # type: ignore[no-any-return]

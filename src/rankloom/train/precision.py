@@ -25,6 +25,7 @@ from rankloom.base.errors import ConfigError, UnitError, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import copy_user_attributes
 from rankloom.base.tensors import expect_number_format, keep_until_read
+from rankloom.parallel.wrapping import has_forward, read_by
 from rankloom.shard.away import watch, writes
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe
@@ -44,7 +45,7 @@ class Precision:
     output:  to which the model's outputs are cast before the loss; None: not cast
     full:    patterns of names of modules (`*norm*`) that compute in the master dtype, with all modules inside them; their outputs are
              cast to the compute dtype. A module inside must be called only from there: another caller would give it, or get from it,
-             the wrong dtype
+             the wrong dtype. Of modules with one parameter (tied weights) it names all or none
     scaled:  the loss is scaled, for a dtype with few exponents
     float8:  how linear layers multiply in 8 bits (fp8.py); None: they do not
     """
@@ -109,10 +110,26 @@ def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
     """The ids of parameters that compute in the master dtype, not in 16 bits.
 
     They are the parameters of batch norms, those of `full_modules`, and those that are not floating point.
+
+    raises: ConfigError when a parameter of `full_modules` is tied to a module in 16 bits, which would multiply two formats
     """
     full = full_modules(model, precision)
+    _expect_same_format(model, full, precision)
     return {id(param) for name, module in model.named_modules() for param in module.parameters(recurse=False)
             if not param.is_floating_point() or isinstance(module, _BatchNorm) or name in full}
+
+
+def _expect_same_format(model: nn.Module, full: Mapping[str, nn.Module], precision: Precision) -> None:
+    """Raise when a module that is not in `full` has, or says that it reads, a parameter of one that is. One around it may just have it."""
+    owners = {id(param): (name, key) for name, module in full.items() for key, param in module.named_parameters(recurse=False)
+              if param.is_floating_point()}
+    for name, module in model.named_modules():
+        if name in full or isinstance(module, _BatchNorm) or not has_forward(module):
+            continue
+        has, reads = ([owners[id(p)] for p in params if id(p) in owners] for params in (module.parameters(recurse=False), read_by(module)))
+        for owner, key in (*reads, *(found for found in has if name and not found[0].startswith(f"{name}."))):
+            raise ConfigError(f"full={precision.full!r}: {owner} computes in {precision.master}, and {name or 'the model itself'}, which "
+                              f"uses its {key} too, in {precision.compute or 'its own format'}; let `full` name both, or none of them")
 
 
 def formats_of(model: nn.Module, precision: Precision) -> Callable[[nn.Parameter], Formats]:
