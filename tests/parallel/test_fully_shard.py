@@ -840,16 +840,18 @@ def test_a_sharded_part_of_a_larger_model_is_in_its_state_dict():
     assert rl.simulate(2, body)[1] == [f"0.{name}" for name in made().state_dict()]
 
 
+@pytest.mark.parametrize("wrong", [torch.zeros(3), None, torch.zeros(12, 6).numpy(), torch.zeros(12, 6, device="meta")],
+                         ids=["other shape", "none", "numpy", "meta"])
 @pytest.mark.parametrize("wrong_rank", [0, 3])
 @pytest.mark.parametrize("mesh", [4, rl.Mesh(replicate=2, shard=2)], ids=str)
-def test_the_state_of_another_model_on_one_rank_is_refused_on_all_with_nothing_changed(mesh, wrong_rank):
+def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all_with_nothing_changed(mesh, wrong_rank, wrong):
     def body(world):
         groups = (world.group("shard"), world.group("replicate")) if world.axes_named else (world, world.alone())
         model = rl.fully_shard(made(), groups[0], replicas=groups[1])
         before = model.state_dict()
         other = {name: value + 1 for name, value in before.items()}
         if world.rank == wrong_rank:
-            other["blocks.1.up.weight"] = torch.zeros(3)
+            other["blocks.1.up.weight"] = wrong
         with pytest.raises(ModelMismatch, match=f"rank {wrong_rank}.*blocks.1.up.weight"):
             model.load_state_dict(other)
         return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

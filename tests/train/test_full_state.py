@@ -226,6 +226,11 @@ def test_ranks_that_name_different_receivers_all_raise():
     rl.simulate(2, body)
 
 
+def spoiled(state: dict, value: object) -> dict:
+    """The state with another value for one tensor of the model."""
+    return state | {"model": state["model"] | {"head.bias": value}}
+
+
 @pytest.mark.parametrize("spoil, said", [
     (lambda state, rank: {key: {} for key in state} if rank else state,
      r"rank 1: the state has nothing under model and optimizer; was it gathered"),
@@ -235,7 +240,15 @@ def test_ranks_that_name_different_receivers_all_raise():
      "Was it saved with other layers in fp8"),
     (lambda state, rank: state | {"model": {name: value for name, value in state["model"].items() if not rank or "bias" not in name}},
      r"rank 1: this is the state dict of another model, 5 tensors differ: blocks.0.0.bias: missing"),
-], ids=["empty on one rank", "none on one rank", "of a model only", "other layers", "other tensors on one rank"])
+    (lambda state, rank: state | {"model": [*state["model"]]} if rank else state, r"rank 1: the state has nothing under model; was it"),
+    (lambda state, rank: spoiled(state, None) if rank else state,
+     r"rank 1: head.bias in the state dict is a NoneType, expected a dense tensor with values"),
+    (lambda state, rank: spoiled(state, torch.empty(3, device="meta")), r"rank 0: head.bias in the state dict is on meta, of layout"),
+    (lambda state, rank: spoiled(state, torch.ones(3).to_sparse()), r"rank 0: head.bias in the state dict is on cpu, of layout .*sparse"),
+    (lambda state, rank: state | {"optimizer": state["optimizer"] | {"state": {"head.bias": None}}} if rank else state,
+     r"rank 1: the optimizer state of 'head.bias' has no values by name"),
+], ids=["empty on one rank", "none on one rank", "of a model only", "other layers", "other tensors on one rank", "names only",
+        "none for a tensor on one rank", "no values", "sparse", "no moments of a tensor"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_state_that_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(stage, spoil, said):
     def body(world):

@@ -111,7 +111,8 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
                for unit, own_name in [units[id(value)]]}
     if split:
         shapes = {name: split.whole_shape(name, shape) for name, shape in shapes.items()}
-    problem = difference(shapes, state, f"rank {sharding.group.world_rank}")
+    where = f"rank {sharding.group.world_rank}"
+    problem = without_values(state, where) or difference(shapes, state, where)
     for group in groups:
         problems = group.all_gather_object(problem, label="load a state dict")
         problem = "\n".join(dict.fromkeys(filter(None, problems))) or None
@@ -133,6 +134,17 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
 def shapes_in(state: Mapping[str, Any]) -> dict[str, torch.Size]:
     """By name. Extra state may be anything, so it counts as a scalar."""
     return {name: torch.Size() if is_extra(name) else value.shape for name, value in state.items()}
+
+
+def without_values(state: Any, where: str) -> str | None:
+    """What of a state dict that a user gave is no tensor with values, in words, or None. where: begins the text"""
+    if not isinstance(state, Mapping):
+        return f"{where}: a {type(state).__name__} was given as state dict, expected the names of tensors with their values"
+    for name, value in state.items():
+        if not is_extra(name) and (not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided):
+            found = f"a {type(value).__name__}" if not isinstance(value, Tensor) else f"on {value.device}, of layout {value.layout}"
+            return f"{where}: {name} in the state dict is {found}, expected a dense tensor with values"
+    return None
 
 
 def difference(shapes: Mapping[str, torch.Size], state: Mapping[str, Any], where: str) -> str | None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.base.tensors import digest
+from rankloom.parallel.state_dict import without_values
 from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.fp8 import Float8Layers
@@ -64,10 +65,7 @@ def _expect_one_receiver(world: World, rank: Any) -> None:
 def load_state(state: TrainingState, whole: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """See `Engine.load_full_state_dict`. Returns the state of the run: step, loss scale, amax."""
     world, placement = state.world, state.placement
-    lacks = " and ".join(key for key in ("model", "optimizer") if not isinstance(whole, Mapping) or not whole.get(key))
-    problem = (f"rank {world.rank}: the state has nothing under {lacks}; was it gathered on one rank only? Values without an "
-               "optimizer's, as of a plain model, are loaded into the model before `rl.prepare`") if lacks else None
-    world.agree(problem, error=ModelMismatch, label="load a state")
+    world.agree(_unusable(whole, f"rank {world.rank}"), error=ModelMismatch, label="load a state")
     saved, run = own_parts(state, whole["optimizer"]), NEW_RUN | whole["optimizer"].get("run", {})
     expect_fit(state, saved, run)
     _expect_one_state(world, whole, run)
@@ -76,6 +74,18 @@ def load_state(state: TrainingState, whole: Mapping[str, Mapping[str, Any]]) -> 
     load_optimizer_state(state.optimizer, placement.owners, placement.pieces(), saved, rank=world.rank)
     state.float8.load_state_dict(run["amax"])
     return run
+
+
+def _unusable(whole: Mapping[str, Mapping[str, Any]], where: str) -> str | None:
+    """What is missing in a whole state, whatever the model, in words, or None. where: begins the text"""
+    parts = whole if isinstance(whole, Mapping) else {}
+    if lacks := " and ".join(key for key in ("model", "optimizer") if not isinstance(parts.get(key), Mapping) or not parts[key]):
+        return (f"{where}: the state has nothing under {lacks}; was it gathered on one rank only? Values without an optimizer's, as of a "
+                "plain model, are loaded into the model before `rl.prepare`")
+    bare = next((name for name, held in whole["optimizer"].get("state", {}).items() if not isinstance(held, Mapping)), None)
+    if bare is not None:
+        return f"{where}: the optimizer state of {bare!r} has no values by name, such as 'exp_avg'"
+    return without_values(whole["model"], where)
 
 
 def _expect_one_state(world: World, whole: Mapping[str, Mapping[str, Any]], run: Mapping[str, Any]) -> None:
