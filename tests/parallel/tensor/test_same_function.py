@@ -312,6 +312,30 @@ def test_the_first_call_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Counts(Block):
+    """Counts its calls, and divides by a running mean, as a block of buffers that change in evaluation mode, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("size", torch.ones(()))
+
+    def inside(self, x):
+        self.calls += 1
+        return F.gelu(x) / self.size.mul_(0.5)
+
+
+def test_buffers_that_a_forward_changes_are_changed_by_the_calls_of_the_model_alone():
+    models = [Model(Counts) for _ in range(2)]
+
+    def body(world):
+        model = rl.tensor_parallel(models[world.rank], PLAN, world)
+        model(rows())
+        return [(layer.calls.item(), layer.size.item()) for layer in model.layers]
+
+    assert rl.simulate(2, body) == [[(1.0, 0.5)] * 2] * 2
+
+
 def test_a_cache_that_is_passed_is_not_written_to():
     assert len(call(Model(layers=1), cache=[])) == 2
 

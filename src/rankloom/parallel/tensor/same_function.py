@@ -131,16 +131,16 @@ class _Look:
         """What differs, "" if nothing does; None if that could not be found out: the copies could not be called so, ranks got others'
         arguments, or the whole copy sent something, as a block does that moves its activations itself: it knows nothing of being whole."""
         values = _values(self.whole, next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), next(block.parameters())))
-        held, here = holdings(self.cut), dict(block.named_buffers())
+        held = holdings(self.cut)
         given = with_first(args, kwargs, lambda x: redistribute(x, self.between, WHOLE, self.group, label="same function"))
         sent, device = self.group.ledger.messages, self.group.device
-        whole = _called(self.whole, values | here, *given)
+        whole = _called(self.whole, values | _buffers(block), *given)
         fails = torch.tensor([isinstance(whole, Exception) or self.group.ledger.messages != sent], device=device)
         mine = fingerprint(torch.cat([fails, *(bits(x).to(device) for x in tensors_in(given))]))
         if (self.group.all_gather(mine[None], label="same function: arguments") != mine).any() or isinstance(whole, Exception) or fails:
             return None
         parts = {name: held[name].cut(value, self.group.rank) for name, value in values.items()}
-        cut = _called(self.cut, parts | here, args, kwargs)
+        cut = _called(self.cut, parts | _buffers(block), args, kwargs)
         if isinstance(cut, Exception):
             is_of_shapes = type(cut) in (RuntimeError, ValueError)   # as torch and Python say it; other kinds have other causes
             return f"it raises {type(cut).__name__}: {cut}. {A_SIZE}" if is_of_shapes else None
@@ -154,6 +154,11 @@ class _Look:
 
 def _values(block: nn.Module, like: Tensor) -> dict[str, Tensor]:
     return {name: usual_values(name, like.new_empty(()).expand(param.shape)) for name, param in block.named_parameters()}
+
+
+def _buffers(block: nn.Module) -> dict[str, Tensor]:
+    """Copies: a forward may change them, as one that counts its calls, or keeps a running mean."""
+    return {name: buffer.clone() for name, buffer in block.named_buffers()}
 
 
 def _called(block: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | Exception:
