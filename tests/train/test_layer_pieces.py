@@ -506,6 +506,24 @@ def test_trying_a_model_leaves_it_as_it_was():
     assert not any(module._forward_hooks for module in model.modules()) and all(param.grad is None for param in model.parameters())
 
 
+class Counting(Layer):
+    """Counts its calls, and its gain falls from call to call, in evaluation mode, too."""
+
+    calls = 0
+
+    def forward(self, x, scale):
+        self.calls += 1
+        self.gain.mul_(0.5)
+        return super().forward(x, scale)
+
+
+def test_what_layers_keep_from_call_to_call_is_put_back_after_a_trial_and_hides_no_cut():
+    model = Decoder()
+    model.body.steps = nn.ModuleList(Counting().double() for _ in range(3))
+    layer_pieces(model)
+    assert [(layer.calls, round(layer.gain.item(), 6)) for layer in model.body.steps] == [(0, 0.7)] * 3
+
+
 @pytest.mark.parametrize(("kind", "reason"), [
     (Again, "does not call its layers body.steps.0 to body.steps.2 once each"), (Backwards, "once each, in their order"),
     (CallsWhatIsInside, "does not call its layers body.steps.0 to body.steps.2 once each, in their order; say where to cut"),

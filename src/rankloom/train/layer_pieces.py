@@ -26,6 +26,7 @@ from rankloom.base.names import full_name, is_inside
 from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.tensor.layers import with_first
 from rankloom.parallel.wrapping import has_parameters, tensors_in
+from rankloom.train.put_back import state_put_back
 from rankloom.train.trial import (
     ADVICE,
     ADVICE_FOR_PIECES,
@@ -51,14 +52,17 @@ def layer_pieces(model: nn.Module, inputs: Inputs | None = None, example: Any = 
     layer_list = _list_of_layers(model)
     trial, advice = (_trial_tokens(model), ADVICE_WITH_EXAMPLE) if example is None else (example, ADVICE)
     with torch.no_grad(), evaluating(model), zero_buffers(model, next(tensors_in(trial)).device):
-        roles, output = _find_roles(model, layer_list, trial, advice)
+        with state_put_back(model):   # after each round of calls, so that each begins with the same buffers
+            roles, output = _find_roles(model, layer_list, trial, advice)
         runs = [_PieceRange(model, roles, run, inputs and (lambda: trial)) for run in _ranges(roles)]
         _expect_all_in(runs, model)
         value = trial
-        for run in runs:
-            value = _try_apart(run, value, model)
+        with state_put_back(model):
+            for run in runs:
+                value = _try_apart(run, value, model)
         _expect_same(value, output, model)
-        expect_same_between_layers(model, roles.layers, lambda: try_call(model, trial, model, advice, **_options(model)))
+        with state_put_back(model):
+            expect_same_between_layers(model, roles.layers, lambda: try_call(model, trial, model, advice, **_options(model)))
     for run in runs:
         run.inputs = inputs
     return [(run.modules, run) for run in runs]
