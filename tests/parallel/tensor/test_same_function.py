@@ -165,6 +165,63 @@ def test_what_rounding_leaves_is_no_difference(ranks, layers, dtype):
         torch.testing.assert_close(found, truth.detach(), rtol=0.02, atol=0.02 if dtype.itemsize == 2 else 1e-5)
 
 
+class Leaky(Block):
+    """Looks at features together, but they add little: 0.5 % of what the block adds."""
+
+    def inside(self, x):
+        return F.gelu(x) / (1 + 0.001 * x.norm(dim=-1, keepdim=True))
+
+
+class OfAllWeights(Block):
+    """Divides by a norm of the whole matrix, of which each rank has a part."""
+
+    def inside(self, x):
+        return F.gelu(x) * (1 + 0.002 * self.up.weight.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", [Leaky, OfAllWeights])
+def test_a_difference_far_above_rounding_is_told_of_though_it_is_less_than_two_percent(kind, dtype):
+    with pytest.raises(rl.ConfigError, match=f"layers.0, a {kind.__name__}, is another function"):
+        call(Model(kind).to(dtype))
+
+
+class RoundsInside(Block):
+    """Computes in a coarser dtype than it is given, as an attention or a norm may."""
+
+    def __init__(self, coarse=torch.bfloat16, autocast=False, **options):
+        super().__init__(**options)
+        self.coarse, self.autocast = coarse, autocast
+
+    def inside(self, x):
+        with torch.autocast("cpu", dtype=self.coarse, enabled=self.autocast):
+            return self.down(F.gelu(x.to(self.coarse)).to(x.dtype)).to(x.dtype)
+
+    def forward(self, x):
+        return x + self.inside(self.up(self.norm(x)))
+
+
+@pytest.mark.parametrize(("dtype", "coarse", "autocast"), [
+    (torch.float64, torch.float32, False), (torch.float64, torch.bfloat16, False), (torch.float32, torch.bfloat16, False),
+    (torch.float32, torch.float16, False), (torch.float32, torch.bfloat16, True)])
+def test_a_block_that_computes_in_a_coarser_dtype_inside_may_round_as_that_does(dtype, coarse, autocast):
+    assert len(call(Model(RoundsInside, coarse=coarse, autocast=autocast).to(dtype), ranks=4)) == 4
+
+
+class Chaotic(Block):
+    """Right, and so steep that it makes one rounding a million of them."""
+
+    def forward(self, x):
+        for _ in range(8):
+            x = torch.sin(12 * self.down(torch.sin(4 * self.up(x))))
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_block_that_magnifies_rounding_is_not_taken_for_another_function(dtype):
+    assert len(call(Model(Chaotic).to(dtype))) == 2
+
+
 class MovesByHand(Block):
     """Multiplies by its row-cut matrix, and adds up the terms, itself."""
 
