@@ -429,6 +429,7 @@ def make_pair() -> nn.Module:
     ({"1.first": "rowwise"}, "1.first: 5 features do not divide by 2 ranks"),
     ({"0.first": "packed_qkv_colwise"}, "0 does not say how wide its heads are; give it head_dim, or num_heads"),
     ({"0.first": "sequence_parallel"}, "nothing cuts the stream by tokens before them"),
+    ({}, "the plan is empty, so each of the 2 ranks would hold and compute the whole Sequential; give a plan, such as"),
     ("auto", "plan='auto' is of type str, expected name patterns and their words, as a dict, or None for the model's own tp_plan"),
 ])
 def test_a_plan_that_cannot_be_followed_is_refused_by_all_ranks_with_the_reason(plan, said):

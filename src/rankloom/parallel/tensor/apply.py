@@ -39,6 +39,7 @@ _GPT2 = {
     "transformer.h.*.mlp.c_proj": "rowwise",
     "lm_head": "colwise_rep",
 }
+_SUCH_AS = 'give a plan, such as {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
 _PLAN = "name patterns and their words, as a dict, or None for the model's own tp_plan"
 PLANS = {"GPT2LMHeadModel": _GPT2}   # for models without a plan of their own
 
@@ -54,8 +55,8 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     finish_gradients: after `backward()` every gradient is this rank's part of the plain model's. False leaves those that
             `holdings(model)` calls partial to one `sum_partial_gradients` a step: fewer messages
     sent:   the model once, from rank 0, as `data_parallel`; a model on the meta device is only cut (load_full_state_dict)
-    raises: ConfigError, on all ranks, for a pattern that matches nothing, an unknown word, heads or features that do not divide, or a
-            parameter that is cut and tied to a module without a word; ModelMismatch when models or plans differ between ranks
+    raises: ConfigError, on all ranks, for an empty plan, a pattern that matches nothing, an unknown word, heads or features that do not
+            divide, or a parameter that is cut and tied to a module without a word; ModelMismatch when models or plans differ between ranks
 
     Dropout of whole activations must draw the same on all ranks. `rl.prepare` sees to it; in a loop of your own, seed them alike.
     """
@@ -64,6 +65,9 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     expect_pieces("overlap", overlap)
     plan = _plan_of(model) if plan is None else dict(plan)
     _expect_same_plan(plan, group)
+    if not plan and group.size > 1:
+        raise ConfigError(f"{group.where('tensor_parallel')}: the plan is empty, so each of the {group.size} ranks would hold and compute "
+                          f"the whole {type(model).__name__}; {_SUCH_AS}, or None for the model's own tp_plan")
     words = _with_tied(model, _words(model, plan))
     if not any(param.is_meta for param in model.parameters()):
         make_replicas_equal(model, group)
@@ -104,8 +108,7 @@ def expect_plan(model: nn.Module, plan: Mapping[str, str]) -> None:
 def _plan_of(model: nn.Module) -> dict[str, str]:
     plan = getattr(model, "tp_plan", None) or PLANS.get(type(model).__name__)
     if not plan:
-        raise ConfigError(f"{type(model).__name__} has no tp_plan of its own; give a plan, such as "
-                          '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}')
+        raise ConfigError(f"{type(model).__name__} has no tp_plan of its own; {_SUCH_AS}")
     used = {pattern: word for pattern, word in plan.items() if _found(model, pattern, plan)}   # the plan is for a family of models
     return used or dict(plan)
 
