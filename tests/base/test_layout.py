@@ -44,6 +44,8 @@ def test_a_layout_prints_as_it_was_written(text):
     ("[2, cols]", "'2' cannot name a dim"),
     ("[rows, ...]", "'...' stands first"),
     ("[.../tensor, cols]", "'...' stands first"),
+    (None, "layout=None is of type NoneType, expected a line like '[rows/tensor, cols] +shard'"),
+    (b"[rows]", "layout is of type bytes, expected a line like"),
 ])
 def test_what_is_no_layout_is_refused_with_the_reason(text, said):
     with pytest.raises(ConfigError) as error:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, scatter_bill
 from rankloom.base.errors import ConfigError, ShapeMismatch, did_you_mean
+from rankloom.base.expect import expect_type
 from rankloom.base.mesh import Mesh
 
 ANY = "..."   # any number of dims, whole; as the first dim only
@@ -104,6 +105,7 @@ class Layout:
 
         raises: ConfigError
         """
+        expect_type("layout", text, str, "a line like '[rows/tensor, cols] +shard'")
         found = _TEXT.fullmatch(text.strip())
         if not found:
             raise ConfigError(f"{text!r} is not a layout; write it like '[rows/tensor, cols] +shard'")
