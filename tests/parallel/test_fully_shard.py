@@ -188,6 +188,17 @@ def forgotten_accumulation(model, optimizer, x):
         model.zero_grad()
 
 
+def cleared_by_the_inner_module(model, optimizer, x):
+    """By the name that the model had before it was wrapped."""
+    inner = getattr(model, "module", model)
+    for set_to_none in (True, False, True):
+        mean_square(model, x).backward()
+        optimizer.step()
+        with synced(model):
+            mean_square(model, x * 5).backward()
+        inner.zero_grad(set_to_none=set_to_none)
+
+
 def looking_between(model, optimizer, x):
     for _ in range(2):
         optimizer.zero_grad()
@@ -293,9 +304,9 @@ def frozen_for_a_while(model, optimizer, x):
 
 
 LOOPS = [plainly, several_backwards, two_forwards_one_backward, two_forwards_two_backwards, retained_graph, retained_graph_of_two_forwards,
-         forwards_ahead_of_backwards, accumulating, forgotten_accumulation, looking_between, a_forward_that_nobody_backs, keeping_zeros,
-         with_a_closure, recomputing_all, gradients_of_inputs, two_optimizers, weights_in_the_loss,
-         weights_in_a_loss_apart, other_gradients_in_their_place, frozen_for_a_while]
+         forwards_ahead_of_backwards, accumulating, forgotten_accumulation, cleared_by_the_inner_module, looking_between,
+         a_forward_that_nobody_backs, keeping_zeros, with_a_closure, recomputing_all, gradients_of_inputs, two_optimizers,
+         weights_in_the_loss, weights_in_a_loss_apart, other_gradients_in_their_place, frozen_for_a_while]
 
 
 @pytest.mark.parametrize("loop", LOOPS)

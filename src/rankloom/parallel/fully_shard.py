@@ -66,6 +66,7 @@ class FullySharded(nn.Module):
         self.register_load_state_dict_post_hook(_forget_missing)
         sharding.on_moment = self._on_moment
         guard_owners(self._owners.values(), sharding)
+        module.zero_grad = self.zero_grad   # type: ignore[method-assign]   # its own would find no gradients, and these would add up
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward.
