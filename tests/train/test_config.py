@@ -140,6 +140,13 @@ def test_several_keys_of_a_section_may_stand_in_one_word(file):
         assert load_config(file(text), words) == apart
 
 
+@pytest.mark.parametrize("words", [["--model.moe", "experts=4,top_k=1"], ["--model.moe=experts=4", "top_k=1"]], ids=" ".join)
+def test_so_may_those_of_a_section_inside_a_section(file, words):
+    assert load_config(file(), words) == load_config(file(), ["--model.moe.experts", "4", "--model.moe.top_k", "1"])
+    with pytest.raises(ConfigError, match="--model.moe.tops: unknown key 'tops'"):
+        load_config(file(), ["--model.moe", "experts=4,tops=1"])
+
+
 @pytest.mark.parametrize(("flags", "stage"), [
     ([], 0), (["--mesh.replicate", "2"], 0), (["--mesh.shard", "1"], 0), (["--mesh.shard", "2"], 3),
     (["--mesh", "replicate=2,shard=2"], 3), (["--mesh.shard", "2", "--train.stage", "1"], 1)], ids=str)

@@ -105,16 +105,18 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
     while rest:
         word = rest.pop(0)
         flag, equals, text = word.partition("=")
-        section, dot, key = flag.removeprefix("--").rpartition(".")
+        name = flag.removeprefix("--")
+        section, dot, key = name.rpartition(".")
         more = list(takewhile(lambda next_: not next_.startswith("--"), rest))
-        if flag.startswith("--") and not dot and (several := _several(" ".join([*([text] if equals else []), *more]))):
-            if twice := [name for name, times in Counter(name for name, _ in several).items() if times > 1]:
+        if (flag.startswith("--") and (not dot or _keys_of(name))
+                and (several := _several(" ".join([*([text] if equals else []), *more])))):
+            if twice := [inner for inner, times in Counter(inner for inner, _ in several).items() if times > 1]:
                 raise ConfigError(f"{flag}: {twice[0]} is given twice in {' '.join([text, *more]).strip()!r}")
-            found += [Override(f"{flag}.{name}", key, name, value) for name, value in several]
+            found += [Override(f"{flag}.{inner}", name, inner, value) for inner, value in several]
             rest = rest[len(more):]
             continue
         if not (flag.startswith("--") and section and dot and key):
-            example = ", as in --mesh pipe=2,tensor=2" if flag == "--mesh" else _in_sections(flag.removeprefix("--"))
+            example = ", as in --mesh pipe=2,tensor=2" if flag == "--mesh" else _in_sections(name)
             raise ConfigError(f"{word}: not an option; a setting of the file is overridden by --section.key value{example}")
         if not equals:
             if not rest or rest[0].startswith("--"):
