@@ -115,6 +115,16 @@ def test_every_measured_speed_up_lies_between_two_ticks_and_is_written_beside_it
     assert [text.get_text() for text in axes.texts] == ["1", f"{1 / seconds:.3g}"]
 
 
+@pytest.mark.parametrize("ranks", [(1, 2, 4), (1, 64), (3,)], ids=str)
+def test_no_number_in_a_scaling_plot_lies_on_the_frame(tmp_path, drawn, ranks):
+    plot_scaling(scaling_rows([MeasuredRun(n, 1.0 / n, 100, 0.0) for n in ranks]), tmp_path / "scale.png", "1M")
+    axes = drawn[0].axes[0]
+    frame = axes.get_window_extent()
+    for text in axes.texts:
+        box = text.get_window_extent()
+        assert frame.y0 < box.y0 and box.y1 < frame.y1, f"{text.get_text()} lies on it"
+
+
 def test_a_picture_that_cannot_be_written_whole_leaves_the_old_one_there(tmp_path, monkeypatch):
     write_run(tmp_path)
     (tmp_path / "loss.png").write_text("the old one")

@@ -150,7 +150,8 @@ def _logarithmic(axes: Axes, rows: list[Row]) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xticks([row.ranks for row in rows])
     axes.set_yticks(ticks)
-    axes.set_ylim(ticks[0] * 0.9, ticks[-1] * 1.1)
+    top = ticks[-1] * 1.1
+    axes.set_ylim(ticks[0] / (top / ticks[0]) ** 0.12, top)   # room for the number under the lowest point
     axes.margins(x=0.1)
     for row in rows:
         axes.annotate(f"{row.speed_up:.3g}", (row.ranks, row.speed_up), (0, -9), textcoords="offset points", color=BLUE,
