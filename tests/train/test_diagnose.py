@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import rankloom as rl
 from rankloom.models.config import GPTConfig
 from rankloom.models.loss import language_model_loss
+from rankloom.models.sequence_part import WholeSequence
 from rankloom.train.batches import with_halves
 from rankloom.train.diagnose import explain_non_finite
 from rankloom.train.first_steps import FEW_STEPS
@@ -372,6 +373,33 @@ class Seen(nn.Module):
 def test_what_forwards_count_in_buffers_begins_with_the_first_step():
     (_, model), = probed(0, Seen(), lambda model, x: (model(x).square().sum(), len(x)), p=1)
     assert (model.rows, model.calls) == (4, 1)
+
+
+class CountingGPT(rl.GPT):
+    """Counts its calls, in a buffer and in an attribute."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.seen = []
+
+    def forward(self, tokens, targets, *, part=None):
+        self.calls += 1
+        self.seen.append(len(tokens))
+        return super().forward(tokens, targets, part=part or WholeSequence())
+
+
+def test_so_it_does_where_context_ranks_have_tried_the_loss_by_tokens_too():
+    plain = CountingGPT(GPTConfig(vocab_size=37, seq_len=12, width=16, layers=2, heads=2, kv_heads=2, ffn=24))
+    tokens = torch.randint(0, 37, (4, 13), generator=torch.Generator().manual_seed(0))
+
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(plain), loss=language_model_loss, world=world,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        engine.step((tokens[:, :-1], tokens[:, 1:]))
+        return engine.model.calls.item(), engine.model.seen
+
+    assert rl.simulate(rl.Mesh(context=2), body) == [(1, [4])] * 2
 
 
 class Remembers(nn.Module):
