@@ -141,6 +141,18 @@ def test_a_full_disk_ends_a_checkpoint_with_a_storage_error_and_no_empty_folder(
     assert not (tmp_path / "runs" / "full" / "checkpoints").exists()
 
 
+def test_an_old_checkpoint_stays_while_a_new_one_cannot_be_written_even_where_one_is_kept(table, tmp_path, monkeypatch):
+    def sink(event):
+        if isinstance(event, Saved) and event.path.endswith("step-00000002"):
+            fill_disk_of_rank_1(monkeypatch)
+
+    config = table(run={"name": "full"}, checkpoint={"interval": 2, "keep_latest": 1})
+    with pytest.raises(StorageError, match=r"checkpoints/step-00000004/.*: cannot be written \(No space left on device\)"):
+        simulate(2, lambda world: loop.train(config, world, sink))
+    monkeypatch.undo()
+    assert run(table(checkpoint={"resume": str(tmp_path / "runs" / "full")}), 2)[0].steps_before == 2
+
+
 def test_what_has_no_steps_left_is_known_before_a_run_has_a_folder(table, tmp_path):
     summary, _ = run(table(train={"steps": 2}, checkpoint={"interval": 2}))
     expect_steps_left(table(train={"steps": 3}, checkpoint={"resume": summary.folder}))
