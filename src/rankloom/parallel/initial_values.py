@@ -89,24 +89,24 @@ class FirstValues:
 
     make:   fills whole tensors
     groups: a tensor is broadcast along each group in turn. The rank that is 0 in all of them makes it; after the last all ranks have it
-    split:  how the model is split over them, if it is
+    split:  how the model is split over them
     sent:   each whole tensor, by broadcast
     memory: one whole tensor, and the part that is taken out of it
     """
 
-    def __init__(self, make: InitialValues, *groups: Group, split: ModelSplit | None = None):
+    def __init__(self, make: InitialValues, *groups: Group, split: ModelSplit):
         self.make, self.groups, self.split = make, groups, split
 
     @torch.no_grad()
     def __call__(self, name: str, part: Tensor) -> None:
         """Fill this rank's part of a parameter, or a whole buffer, in place. A collective."""
-        shape = part.shape if self.split is None else self.split.whole_shape(name, part.shape)
+        shape = self.split.whole_shape(name, part.shape)
         whole = part if shape == part.shape else part.new_empty(shape)
         if not any(group.rank for group in self.groups):
             self.make(name, whole)
         for group in self.groups:
             group.broadcast(whole, label=f"initial {name}")
-        if self.split is not None and whole is not part:
+        if whole is not part:
             self.split.cut_into(part, name, whole)
 
 

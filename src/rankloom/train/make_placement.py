@@ -24,7 +24,6 @@ from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.initial_values import FirstValues, SharedValues, give_memory
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.same_bits import CanonicalReducer
-from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.zero import ShardingStrategy, shard
 from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import Build, Optimizer, give_owners, make_optimizer, needs_whole_matrices, stand_in
@@ -34,7 +33,7 @@ from rankloom.train.pipeline_stages import LocalStages, PipelinePlacement
 from rankloom.train.placement import CanonicalReplicatedPlacement, Placement, ReplicatedPlacement
 from rankloom.train.precision import cast_activations
 from rankloom.train.sharded import CanonicalShardedPlacement, ShardedPlacement, SplitPlacement
-from rankloom.train.split_model import PART_AXES, ROW_AXES
+from rankloom.train.split_model import ROW_AXES, is_split
 from rankloom.world.group import Group
 from rankloom.world.world import World
 
@@ -56,10 +55,10 @@ def place_whole(model: nn.Module, settings: Settings, build: Build, summing: Sum
 
 
 def place_cut(model: nn.Module, settings: Settings, build: Build, strategy: ShardingStrategy, fill: FirstValues | None,
-              *, split: ModelSplit | None, stages: LocalStages | None) -> tuple[Placement, Optimizer]:
+              *, split: ModelSplit, stages: LocalStages | None) -> tuple[Placement, Optimizer]:
     """Shard the model.
 
-    split:  how its layers are already split over other axes, if they are
+    split:  how its layers are already split over other axes
     stages: this rank's pipeline stages, if the mesh has a pipeline
     """
     world = settings.world
@@ -70,8 +69,7 @@ def place_cut(model: nn.Module, settings: Settings, build: Build, strategy: Shar
     optimizer = _made_alike(build, stand_ins, world)
     _expect_untouched(stand_ins)
     whole = frozenset(needs_whole_matrices(optimizer, stand_ins))
-    if split is not None:
-        _expect_uncut(whole, split)
+    _expect_uncut(whole, split)
     cast_activations(model, settings.precision)
     if stages is not None:
         model = stages.body
@@ -85,21 +83,26 @@ def place_cut(model: nn.Module, settings: Settings, build: Build, strategy: Shar
                      canonical=bool(settings.logical_shards), fill=values)
     if values is not None:
         world.agree(values.problem(stages.pipeline.group if stages else world.alone()), label="initial values")
-    placement = _placement_of(model, sharding, settings, strategy, split, stages)
+    placement: ShardedPlacement
+    if stages is not None:
+        placement = PipelinePlacement(sharding, world, split, stages, summing=strategy.summing)
+    else:
+        kind = SplitPlacement if is_split(world) else CanonicalShardedPlacement if settings.logical_shards else ShardedPlacement
+        placement = kind(model, sharding, world, split, summing=strategy.summing)
     give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
     placement.hand_over(stand_ins)
     return placement, optimizer
 
 
-def _fitted_to_mesh(strategy: ShardingStrategy, model: nn.Module, world: World, split: ModelSplit | None,
+def _fitted_to_mesh(strategy: ShardingStrategy, model: nn.Module, world: World, split: ModelSplit,
                     stages: LocalStages | None) -> ShardingStrategy:
     """The strategy, with the sections of stages, the ranks that sum gradients of experts, and the parameters that have copies."""
     if stages is not None:
         strategy = replace(strategy, units=lambda name, module: name in stages.units)
-    if split is not None and split.experts:
+    if split.experts:
         experts = ExpertReplicas(split.experts, world.group(*_summed(strategy.stage, "expert")), world.group("shard", "expert"))
         strategy = replace(strategy, experts=experts)
-    if split is not None and strategy.summing.is_compressed:
+    if strategy.summing.is_compressed:
         elsewhere = stages.shared if stages else frozenset[str]()
         strategy = replace(strategy, copied=elsewhere | {name for name, _ in model.named_parameters() if split.is_repeated(name)})
     return strategy
@@ -136,18 +139,6 @@ def _made_alike(build: Build, params: Mapping[str, nn.Parameter], world: World) 
     optimizer = make_optimizer(build, params)
     expect_same_values(world.group(*ROW_AXES), "optimizer", numbers_of(optimizer))
     return optimizer
-
-
-def _placement_of(model: nn.Module, sharding: Sharding, settings: Settings, strategy: ShardingStrategy, split: ModelSplit | None,
-                  stages: LocalStages | None) -> ShardedPlacement:
-    """The placement for the axes, beside shard, that cut the model: none; tensor and expert; or pipe too."""
-    if split is None:
-        kind = CanonicalShardedPlacement if settings.logical_shards else ShardedPlacement
-        return kind(model, sharding, settings.world, summing=strategy.summing)
-    holding = settings.world.group(*(axis for axis in PART_AXES if axis != "shard" or strategy.stage))   # they hold other elements
-    if stages is None:
-        return SplitPlacement(model, sharding, holding, split, summing=strategy.summing)
-    return PipelinePlacement(sharding, holding, split, stages, summing=strategy.summing)
 
 
 def _ranks_of_slices(world: World, stage: int) -> tuple[Group, Group]:

@@ -26,7 +26,7 @@ from rankloom.train.loop import build_engine
 from rankloom.train.memory_report import Held
 from rankloom.train.pipeline_stages import PipelineEngine
 from rankloom.train.schema import Config
-from rankloom.train.sharded import ShardedPlacement, SplitPlacement
+from rankloom.train.sharded import ShardedPlacement
 from rankloom.train.split_model import ROW_AXES
 from rankloom.world.paper import NO_MEMORY, PaperWorld
 
@@ -77,13 +77,12 @@ def _backward(engine: Engine, *, last: bool) -> None:
 def _part_of(engine: Engine, held: Held, world: PaperWorld, config: Config) -> RankPart:
     """What the rank of `world` holds. engine: built for this rank, or for one at the same place along pipe, which holds `held`"""
     placement, rows, tokens = engine.placement, world.group(*ROW_AXES), world.group("context")
-    split = None
-    if isinstance(placement, SplitPlacement):
+    pieces, split = placement.pieces(), None
+    if isinstance(placement, ShardedPlacement):
         split = replace(placement.split, tensor=world.group("tensor"), expert=world.group("expert"))
-    pieces = placement.pieces()
-    if isinstance(placement, ShardedPlacement) and placement.group.size > 1:
-        theirs, pieces = pieces, owned_pieces(placement.sharding, world.group("shard").rank)
-        held = replace(held, optimizer=held.optimizer * _elements(pieces) // _elements(theirs))
+        if placement.group.size > 1:
+            theirs, pieces = pieces, owned_pieces(placement.sharding, world.group("shard").rank)
+            held = replace(held, optimizer=held.optimizer * _elements(pieces) // _elements(theirs))
     return RankPart(
         rank=world.rank, coords=world.mesh.coords(world.rank),
         stages=tuple(engine.pipeline.stages) if isinstance(engine, PipelineEngine) else (0,),

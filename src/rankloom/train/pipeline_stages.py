@@ -45,6 +45,7 @@ from rankloom.train.precision import UNMEASURED
 from rankloom.train.running_microbatch import RunningMicrobatch
 from rankloom.train.sharded import SplitPlacement
 from rankloom.world.group import Group
+from rankloom.world.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,8 @@ class PipelinePlacement(SplitPlacement):
     parameters, which are summed over stages.
     """
 
-    def __init__(self, sharding: Sharding, everyone: Group, split: ModelSplit, local: LocalStages, *, summing: Summing):
-        super().__init__(local.body, sharding, everyone, split, summing=summing)
+    def __init__(self, sharding: Sharding, world: World, split: ModelSplit, local: LocalStages, *, summing: Summing):
+        super().__init__(local.body, sharding, world, split, summing=summing)
         self.local = local
         elsewhere = torch.empty(0, dtype=torch.float32, device=sharding.group.device)
         self.owners = {name: self.owners.get(name, nn.Parameter(elsewhere)) for name in local.names}

@@ -145,14 +145,14 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     expect_same_values(world, "model", code_of(model))
     chosen = None if world.mesh.pipe == 1 else cut_by_measure(Pipe.of(pipe, model, loss, settings.precision), model, world)
     dropout = DropoutKey(seed)
-    split = split_model(model, world, tensor_plan, tensor_overlap, context, dropout.set_token_positions) if is_split(world) else None
+    split = split_model(model, world, tensor_plan, tensor_overlap, context, dropout.set_token_positions)
     fill = None if initial is None else _stand_in(model, world, initial, split)
     float8 = _in_float8(model, world, settings.precision)
     key_dropout(model, dropout)
     settings = replace(settings, float8=float8, recompute=_change_blocks(model, world, units, recompute, offload_activations, compile))
     stages = None if chosen is None else make_local(model, chosen, world.group("pipe"), accumulate, units,
                                                     RunningMicrobatch(dropout, world.group("context"), context), sparing=recompute != NONE)
-    if stage == 0 and split is None:
+    if stage == 0 and not is_split(world):
         placement, made = place_whole(model, settings, optimizer, Summing(all_reduce, compress, compress_after), fill)
     else:
         strategy = ShardingStrategy(stage, formats_of(model, settings.precision), **cutting, hooked=stages is None,
@@ -212,7 +212,7 @@ def _bring_to_device(model: nn.Module, group: World, precision: Precision, initi
     return InitialValues(model, initialize, seed)
 
 
-def _stand_in(model: nn.Module, world: World, initial: InitialValues, split: ModelSplit | None) -> FirstValues:
+def _stand_in(model: nn.Module, world: World, initial: InitialValues, split: ModelSplit) -> FirstValues:
     """Replace parameters on the meta device by stand-ins without memory. Returns what will give them values."""
     put_stand_ins(model, world.device)
     return FirstValues(initial, beside_pipe(world), split=split)

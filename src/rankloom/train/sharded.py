@@ -20,24 +20,33 @@ from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.reduction_order import Reducing
 from rankloom.parallel.same_bits import TOTALS, ShardFolds
 from rankloom.parallel.sharding import Sharding
-from rankloom.parallel.state_dict import expect_own_parameters, full_values, load_values, owned_pieces, units_of, value_entries
+from rankloom.parallel.state_dict import expect_own_parameters, load_values, owned_pieces, units_of, value_entries
 from rankloom.shard.norm import norm_of
 from rankloom.shard.optimizer import Optimizer, OwnedRun
-from rankloom.shard.optimizer_state import Entry, gather_optimizer_state, state_entries, whole_state
+from rankloom.shard.optimizer_state import Entry, state_entries, whole_state
 from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
 from rankloom.train.optimizer_step import global_norm
 from rankloom.train.placement import Placement
+from rankloom.train.split_model import PART_AXES, is_split
 from rankloom.world.group import Group
+from rankloom.world.world import World
 
 
 class ShardedPlacement(Placement):
-    """Stages 1 to 3: see parallel/zero.py. summing: how its gradients are summed"""
+    """Stages 1 to 3: see parallel/zero.py.
 
-    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, *, summing: Summing):
-        self.model, self.sharding, self._everyone, self.summing = model, sharding, everyone, summing
+    split:   how layers are split over tensor and expert ranks (parallel/model_split.py); on a mesh without these: over one each
+    summing: how its gradients are summed
+    """
+
+    def __init__(self, model: nn.Module, sharding: Sharding, world: World, split: ModelSplit, *, summing: Summing):
+        self.model, self.sharding, self.split, self.summing = model, sharding, split, summing
         sharding.reducing = Reducing.NOTHING   # a backward outside a step sends nothing
         self.owners: Mapping[str, nn.Parameter] = sharding.owners()
-        self.group = sharding.group
+        self.group, self._world, self._everyone = sharding.group, world, sharding.group
+        if is_split(world):   # the ranks that hold different elements
+            self._everyone = world.group(*(axis for axis in PART_AXES if axis != "shard" or self.group.size > 1))
+        guide_layers(model, sharding.guide)
 
     @property
     def waited(self) -> float:
@@ -45,7 +54,7 @@ class ShardedPlacement(Placement):
         return sum(ledger.waited for ledger in {id(group.ledger): group.ledger for group in self._groups()}.values())
 
     def _groups(self) -> tuple[Group, ...]:
-        return self.group, self.sharding.replicas
+        return self.group, self.sharding.replicas, self.split.tensor, self.split.expert, self.split.context
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Where a forward gathers parameters or sends rows to experts, a rank without a batch still takes part (parallel/follow.py)."""
@@ -132,22 +141,74 @@ class ShardedPlacement(Placement):
         self.sharding.publish()
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
-        """Gathered tensor by tensor. Only the shard group of the receiving rank takes part; its replicas do nothing."""
-        if rank is not None and rank not in self.group.ranks:
+        """Gathered over the shard axis, then over the other axes, tensor by tensor. Ranks that hold the same as others do nothing."""
+        if rank is not None and rank not in self._everyone.ranks:
             return {}
-        return full_values(self.model, self.sharding, rank=None if rank is None else self.group.ranks.index(rank))
+        goal = self._goal(rank)
+        return self._collect(value_entries(self.model, self.sharding, rank=None if goal is None else goal.shard), goal)
 
     def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
-        """Gathered tensor by tensor, as `values` are."""
-        if rank is not None and rank not in self.group.ranks:
+        """Gathered as `values` are: over the shard axis, then over the other axes."""
+        if rank is not None and rank not in self._everyone.ranks:
             return {}
-        among = None if rank is None else self.group.ranks.index(rank)
-        return gather_optimizer_state(optimizer, self.owners, self.pieces(), self.group, rank=among) or {}
+        goal = self._goal(rank)
+        entries = state_entries(optimizer, self.owners, self.pieces(), self.group, rank=None if goal is None else goal.shard)
+        values = self._collect(entries, goal)
+        return whole_state(optimizer, self.owners, values) if goal is None or self._place() == goal else {}
+
+    def _place(self) -> Goal:
+        return Goal(self.group.rank, self.split.tensor.rank, self.split.expert.rank)
+
+    def _goal(self, rank: int | None) -> Goal | None:
+        """The place in the mesh of a rank of the world. A collective."""
+        if rank is None:
+            return None
+        places = self._everyone.all_gather_object(list(astuple(self._place())), label="who gets the whole")
+        return Goal(*places[self._everyone.ranks.index(rank)])
+
+    def _collect(self, entries: list[Entry], goal: Goal | None) -> dict[str, Any]:
+        """Name -> whole tensor, on the rank of `goal`, or on all ranks."""
+        mine = goal in (None, self._place())
+        values = {entry.name: self._join(entry, goal) for entry in entries}
+        return values if mine else {}
+
+    def _join(self, entry: Entry, goal: Goal | None) -> Any:
+        """The whole tensor of the unsplit model. A value that is not split as its parameter is returned as it is."""
+        name = entry.parameter if self._is_split_as_parameter(entry) else ""
+        if entry.dtype is not None and not self.split.is_asked(name, goal):
+            return None
+        value = entry.get()
+        if value is None or entry.dtype is None or not self.split.is_cut(name):
+            return value
+        whole = self.split.join(name, value.to(self.group.device), goal)
+        return None if whole is None else whole.cpu()
+
+    def _whole_shape(self, entry: Entry) -> torch.Size:
+        return self.split.whole_shape(entry.parameter, entry.shape) if self._is_split_as_parameter(entry) else entry.shape
+
+    def _is_split_as_parameter(self, entry: Entry) -> bool:
+        """Whether the value is a tensor that is split over ranks as its parameter is."""
+        held = self.split.held.get(entry.parameter)
+        return len(entry.shape) > 0 and held is not None and held.local_shape == entry.shape
+
+    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
+        """Boxes of the unsplit model."""
+        whole = self.split.whole_shape(piece.name, piece.shape)
+        return parts_of_piece(name, piece, values, shape=whole, place=partial(self.split.boxes, piece.name, piece.shape))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Each rank keeps its pieces."""
-        load_values(self.model, self.sharding, state, self._groups())
+        """Each rank keeps its pieces of its parts."""
+        load_values(self.model, self.sharding, state, self._groups(), self.split)
         self.summing.begin_anew()
+
+    def part(self, name: str, value: Any) -> Any:
+        """Cut a tensor of the parameter's shape to this rank's part. A value of an unknown parameter is returned, and refused later."""
+        whole = self.split.whole_shape(name, self._shapes[name]) if name in self._shapes else None
+        return self.split.cut(name, value) if isinstance(value, Tensor) and value.shape == whole and value.dim() > 0 else value
+
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: piece.shape for name, piece in self.pieces().items()}
 
     def parts(self) -> list[Part]:
         """Slices of units, and whole tensors that are in no unit."""
@@ -207,9 +268,9 @@ class CanonicalShardedPlacement(ShardedPlacement):
     def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Fold over the ranks, then keep this rank's slices."""
         for gradient in self.sharding.gradients():
-            gradient.set_sum(self._folds.sum(gradient, self._everyone, f"gradients of {gradient.unit.name}"))
+            gradient.set_sum(self._folds.sum(gradient, self._world, f"gradients of {gradient.unit.name}"))
         _, alike = self.sharding.agree(mark=mark)
-        return self._folds.sum(TOTALS, self._everyone, "totals"), alike
+        return self._folds.sum(TOTALS, self._world, "totals"), alike
 
     def norm(self, totals: Tensor) -> Tensor:
         """Over the unsharded gradients, which every rank has, tensor by tensor: the same bits as at stage 0."""
@@ -218,26 +279,14 @@ class CanonicalShardedPlacement(ShardedPlacement):
 
 
 class SplitPlacement(ShardedPlacement):
-    """Slices of a model whose layers are split over tensor and expert ranks (parallel/model_split.py).
-
-    everyone: the ranks that hold different elements: along `PART_AXES` (split_model.py)
-    """
-
-    def __init__(self, model: nn.Module, sharding: Sharding, everyone: Group, split: ModelSplit, *, summing: Summing):
-        super().__init__(model, sharding, everyone, summing=summing)
-        self.split = split
-        guide_layers(model, sharding.guide)
-
-    def _groups(self) -> tuple[Group, ...]:
-        return *super()._groups(), self.split.tensor, self.split.expert, self.split.context
+    """Slices of a model whose layers are split over tensor and expert ranks: a norm counts once what several of these hold."""
 
     def norm(self, totals: Tensor) -> Tensor:
         """Each element counts once: the square of one that n ranks hold is divided by n on each.
 
         Ranks that hold one model between them each have totals of their own, and must all skip a step if one does.
         """
-        terms = [norm_of(owner.grad).square() / self.copies(name)
-                 for name, owner in self.owners.items() if owner.grad is not None]
+        terms = [norm_of(owner.grad).square() / self.copies(name) for name, owner in self.owners.items() if owner.grad is not None]
         square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device="cpu")
         not_finite = 0.0 * totals[:2].sum()   # 0 or NaN
         return self._everyone.all_reduce(square.to(self.group.device) + not_finite, label="gradient norm").sqrt()
@@ -256,71 +305,3 @@ class SplitPlacement(ShardedPlacement):
     def copies(self, name: str) -> int:
         """How many of these ranks hold the same elements of a parameter."""
         return self.split.copies(name)
-
-    def values(self, rank: int | None) -> dict[str, Tensor]:
-        """Gathered over the shard axis, then over the other axes, tensor by tensor."""
-        if rank is not None and rank not in self._everyone.ranks:
-            return {}
-        goal = self._goal(rank)
-        return self._collect(value_entries(self.model, self.sharding, rank=None if goal is None else goal.shard), goal)
-
-    def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
-        """Gathered as `values` are: over the shard axis, then over the other axes."""
-        if rank is not None and rank not in self._everyone.ranks:
-            return {}
-        goal = self._goal(rank)
-        entries = state_entries(optimizer, self.owners, self.pieces(), self.group, rank=None if goal is None else goal.shard)
-        values = self._collect(entries, goal)
-        return whole_state(optimizer, self.owners, values) if goal is None or self._place() == goal else {}
-
-    def _place(self) -> Goal:
-        return Goal(self.group.rank, self.split.tensor.rank, self.split.expert.rank)
-
-    def _goal(self, rank: int | None) -> Goal | None:
-        """The place in the mesh of a rank of the world. A collective."""
-        if rank is None:
-            return None
-        places = self._everyone.all_gather_object(list(astuple(self._place())), label="who gets the whole")
-        return Goal(*places[self._everyone.ranks.index(rank)])
-
-    def _collect(self, entries: list[Entry], goal: Goal | None) -> dict[str, Any]:
-        """Name -> whole tensor, on the rank of `goal`, or on all ranks."""
-        mine = goal in (None, self._place())
-        values = {entry.name: self._join(entry, goal) for entry in entries}
-        return values if mine else {}
-
-    def _join(self, entry: Entry, goal: Goal | None) -> Any:
-        """The whole tensor of the unsplit model. A value that is not split as its parameter is returned as it is."""
-        name = entry.parameter if self._is_split_as_parameter(entry) else ""
-        if entry.dtype is None or not self.split.is_asked(name, goal):
-            return entry.get() if entry.dtype is None else None
-        value = entry.get()
-        whole = None if value is None else self.split.join(name, value.to(self.group.device), goal)
-        return None if whole is None else whole.cpu()
-
-    def _whole_shape(self, entry: Entry) -> torch.Size:
-        return self.split.whole_shape(entry.parameter, entry.shape) if self._is_split_as_parameter(entry) else entry.shape
-
-    def _is_split_as_parameter(self, entry: Entry) -> bool:
-        """Whether the value is a tensor that is split over ranks as its parameter is."""
-        held = self.split.held.get(entry.parameter)
-        return len(entry.shape) > 0 and held is not None and held.local_shape == entry.shape
-
-    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
-        """Boxes of the unsplit model."""
-        whole = self.split.whole_shape(piece.name, piece.shape)
-        return parts_of_piece(name, piece, values, shape=whole, place=partial(self.split.boxes, piece.name, piece.shape))
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Each rank keeps its pieces of its parts."""
-        load_values(self.model, self.sharding, state, self._groups(), self.split)
-        self.summing.begin_anew()
-
-    def part(self, name: str, value: Any) -> Any:
-        """Cut a tensor of the parameter's shape to this rank's part. A value of an unknown parameter is returned, and refused later."""
-        whole = self.split.whole_shape(name, self._shapes[name]) if name in self._shapes else None
-        return self.split.cut(name, value) if isinstance(value, Tensor) and value.shape == whole and value.dim() > 0 else value
-
-    @cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
-        return {name: piece.shape for name, piece in self.pieces().items()}
