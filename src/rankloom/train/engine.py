@@ -40,7 +40,7 @@ from rankloom.train.batches import cut_again, cut_batch, deal_shards, laid_out_a
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import explain_non_finite
 from rankloom.train.dropout import DropoutKey
-from rankloom.train.error_notes import buffers_named, parts_named, tokens_named
+from rankloom.train.error_notes import with_notes
 from rankloom.train.expert_books import ExpertBooks
 from rankloom.train.fingerprints import Numbers, numbers_of
 from rankloom.train.first_steps import FirstSteps
@@ -330,8 +330,7 @@ class Engine:
         raises: LossError when the function did not return (sum, count)
         """
         with (self.placement.without_reduction(),   # it may compute gradients itself
-              tokens_named(self.settings.world.mesh.context), buffers_named(self.model, self.settings.precision),
-              parts_named(self.model)):
+              with_notes(self.model, self.settings.precision, self.settings.world.mesh.context)):
             returned = self.settings.loss(self.model, piece)
         loss, count = sum_and_count(returned, f"rank {self.world_rank}")
         loss = self._experts.with_auxiliary(loss)
