@@ -243,7 +243,7 @@ class Engine:
 
     @cached_property
     def _experts(self) -> ExpertBooks:
-        return ExpertBooks(self.model, self.tokens)
+        return ExpertBooks(self.model, self.tokens, self.settings.world.group("pipe"))
 
     @property
     def world_rank(self) -> int:

@@ -19,16 +19,19 @@ class ExpertBooks:
     """The MoE layers of one model. False if it has none, on this rank or others: then nothing is done.
 
     tokens: the ranks over which a step's tokens are distributed
+    pipe:   the ranks of a pipeline's stages: sums and counts are over all stages
+    names:  of the MoE layers of all stages, in the order of the model; left out, those of this rank
     """
 
-    def __init__(self, model: nn.Module, tokens: Group):
-        self.model, self.tokens = model, tokens
+    def __init__(self, model: nn.Module, tokens: Group, pipe: Group, names: Sequence[str] | None = None):
+        self.model, self.tokens, self.pipe = model, tokens, pipe
         self.layers = expert_layers(model)
+        self.names = tuple(self.layers) if names is None else names
         for layer in self.layers.values():
             layer.adds_up = True   # a loss may call the model several times, or in evaluation mode too
 
     def __bool__(self) -> bool:
-        return bool(self.layers)
+        return bool(self.names)
 
     def begin_step(self) -> None:
         """Clear what a failed step, or a forward of the user's, left behind."""
@@ -50,42 +53,15 @@ class ExpertBooks:
         """fp64 [sum, count] of `with_auxiliary` -> [sum without auxiliary losses, count, auxiliary losses]."""
         if not self:
             return totals
-        taken = self._taken(totals)
+        here = take_reported_auxiliary_loss(self.layers.values())   # since the last call
+        taken = self.pipe.all_reduce(torch.zeros_like(totals[0]) if here is None else here, label="auxiliary losses")
         return torch.stack((totals[0] - taken, totals[1], taken))
 
-    def _taken(self, totals: Tensor) -> Tensor:
-        """The auxiliary losses since the last call, which are part of the sum in `totals`."""
-        taken = take_reported_auxiliary_loss(self.layers.values())
-        return torch.zeros_like(totals[0]) if taken is None else taken
-
     def count_tokens(self, *, move: bool) -> dict[str, Load]:
-        """After a step: layer -> tokens per expert. move: also adjust the routers' biases. A collective of `tokens`."""
-        return rebalance(self.layers, self.tokens, move=move)
-
-
-class StagedExpertBooks(ExpertBooks):
-    """The MoE layers of a pipeline: sums and counts are over all stages.
-
-    pipe:  the ranks of the stages
-    names: of the MoE layers of all stages, in the order of the model
-    """
-
-    def __init__(self, model: nn.Module, tokens: Group, pipe: Group, names: Sequence[str]):
-        super().__init__(model, tokens)
-        self.pipe, self.names = pipe, names
-
-    def __bool__(self) -> bool:
-        return bool(self.names)
-
-    def _taken(self, totals: Tensor) -> Tensor:
-        return self.pipe.all_reduce(super()._taken(totals), label="auxiliary losses")
-
-    def count_tokens(self, *, move: bool) -> dict[str, Load]:
-        """As `ExpertBooks.count_tokens`, for the layers of all stages. A collective of `pipe` too."""
-        mine = super().count_tokens(move=move)
-        if not self:
+        """After a step: layer -> tokens per expert. move: also adjust the routers' biases. A collective of `tokens` and `pipe`."""
+        mine = rebalance(self.layers, self.tokens, move=move)
+        if self.pipe.size == 1 or not self:
             return mine
-        numbers = {name: [*load.routed, load.dropped] for name, load in mine.items()}
-        told = self.pipe.all_gather_object(numbers, label="tokens of experts")
+        told = self.pipe.all_gather_object({name: [*load.routed, load.dropped] for name, load in mine.items()}, label="tokens of experts")
         loads = {name: Load(tuple(routed), dropped) for stage in told for name, (*routed, dropped) in stage.items()}
         return {name: loads[name] for name in self.names}

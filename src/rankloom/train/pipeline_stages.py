@@ -39,7 +39,7 @@ from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import PLAIN_VALUES, Entry
 from rankloom.train.batches import cut_batch, map_tensors
 from rankloom.train.engine import Engine
-from rankloom.train.expert_books import StagedExpertBooks
+from rankloom.train.expert_books import ExpertBooks
 from rankloom.train.pipe import ChosenPipe, expect_counted_on_one_rank, refuse_masks_in_several_stages
 from rankloom.train.precision import UNMEASURED
 from rankloom.train.running_microbatch import RunningMicrobatch
@@ -305,8 +305,8 @@ class PipelineEngine(Engine):
         return totals[0], totals
 
     @cached_property
-    def _experts(self) -> StagedExpertBooks:
-        return StagedExpertBooks(self.model, self.tokens, self.pipeline.group, self.placement.local.experts)
+    def _experts(self) -> ExpertBooks:
+        return ExpertBooks(self.model, self.tokens, self.pipeline.group, self.placement.local.experts)
 
     def _run_alone(self, batch: Any) -> Tensor:
         self.placement.abandon()
