@@ -84,9 +84,16 @@ def several_batches(batches: Any, rank: int) -> Iterator[None]:
         raise
 
 
-def map_tensors(change: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The same nesting, with `change(tensor)` in place of each tensor."""
-    return change(batch) if isinstance(batch, Tensor) else _map_parts(partial(map_tensors, change), batch)
+def map_tensors(change: Callable[[Any], Any], batch: Any, kind: type = Tensor) -> Any:
+    """The same nesting, with `change(tensor)` in place of each tensor. kind: or of each value of that class"""
+    return change(batch) if isinstance(batch, kind) else _map_parts(partial(map_tensors, change, kind=kind), batch)
+
+
+def all_of(kind: type, batch: Any) -> list[Any]:
+    """The tensors, or numpy arrays, of a batch."""
+    found: list[Any] = []
+    map_tensors(found.append, batch, kind)
+    return found
 
 
 def map_rows(change: Callable[[Any], Any], batch: Any, rows: int) -> Any:
@@ -142,10 +149,8 @@ def _goes_by_rows(value: Any, rows: int) -> bool:
         return value.ndim > 0 and len(value) == rows
     if not isinstance(value, list | tuple) or len(value) != rows or hasattr(value, "_fields") or isinstance(value, torch.Size):
         return False
-    tensors: list[Tensor] = []
-    map_tensors(tensors.append, value)
     columns = all(isinstance(entry, np.ndarray) and _goes_by_rows(entry, rows) for entry in value)   # as many as rows, by chance
-    return not (tensors or columns)
+    return not (columns or all_of(Tensor, value))
 
 
 def rows_of(batch: Any, rank: int) -> int:
@@ -169,23 +174,7 @@ def rows_if_any(batch: Any) -> int | None:
 
 def _lengths(batch: Any) -> list[int]:
     """Of each tensor, or if there is none of each numpy array, the length of dim 0; -1 of one without dims."""
-    tensors: list[Tensor] = []
-    map_tensors(tensors.append, batch)
-    return [x.shape[0] if x.ndim else -1 for x in tensors or _arrays(batch)]
-
-
-def _arrays(batch: Any) -> list[np.ndarray]:
-    """The numpy arrays of a batch."""
-    found: list[np.ndarray] = []
-
-    def look(part: Any) -> Any:
-        if not isinstance(part, np.ndarray):
-            return _map_parts(look, part)
-        found.append(part)
-        return part
-
-    look(batch)
-    return found
+    return [x.shape[0] if x.ndim else -1 for x in all_of(Tensor, batch) or all_of(np.ndarray, batch)]
 
 
 def cut_batch(batch: Any, pieces: int, rank: int) -> list[Any]:
@@ -261,7 +250,8 @@ def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
     shards = min(shards, sum(held))
     if shards < group.size:
         raise BatchError(f"a global batch of {sum(held)} rows in {shards} logical shards is too small for {group.size} ranks")
-    wanted = _wanted_rows(sum(held), group.size, shards)
+    sizes = chunk_sizes(sum(held), shards)
+    wanted = [sum(sizes[shard] for shard in share(rank, group.size, shards)) for rank in range(group.size)]
     first = sum(wanted[:group.rank])
     if wanted == held:
         return batch, first, shards
@@ -271,11 +261,6 @@ def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
                          "of them (`torch.as_tensor`, numbers that stand for texts), or bring as many rows as are wanted")
     send, recv = _overlaps(held, wanted, group.rank), _overlaps(wanted, held, group.rank)
     return map_tensors(lambda t: group.all_to_all(t.contiguous(), send_rows=send, recv_rows=recv, label="deal rows"), batch), first, shards
-
-
-def _wanted_rows(rows: int, ranks: int, shards: int) -> list[int]:
-    sizes = chunk_sizes(rows, shards)
-    return [sum(sizes[shard] for shard in share(rank, ranks, shards)) for rank in range(ranks)]
 
 
 def _overlaps(mine: Sequence[int], theirs: Sequence[int], rank: int) -> list[int]:

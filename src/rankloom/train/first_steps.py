@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.errors import BatchError, ConfigError, LossError
 from rankloom.base.tensors import digest
-from rankloom.train.batches import MicroBatches, map_tensors
+from rankloom.train.batches import MicroBatches, all_of
 from rankloom.train.compiled import is_compiled
 from rankloom.train.placement import Placement
 from rankloom.train.put_back import same_bits, untrained
@@ -94,8 +94,7 @@ def compare_rows(sharing: Group, dealt: Group, batch: Any) -> None:
     """
     if sharing.size == dealt.size == 1:
         return
-    tensors: list[Tensor] = []
-    map_tensors(lambda t: tensors.append(t.to_dense() if t.is_sparse else t), batch)
+    tensors = [t.to_dense() if t.is_sparse else t for t in all_of(Tensor, batch)]
     mine = [[list(tensor.shape), digest(tensor)] for tensor in tensors]
     if sharing.size > 1:
         _expect_same_rows(sharing, mine)
