@@ -26,16 +26,9 @@ from rankloom.base.names import full_name, is_inside
 from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.tensor.layers import with_first
 from rankloom.parallel.wrapping import has_parameters, tensors_in
+from rankloom.train.block_buffers import on_copies
 from rankloom.train.put_back import state_put_back
-from rankloom.train.trial import (
-    ADVICE,
-    ADVICE_FOR_PIECES,
-    ADVICE_WITH_EXAMPLE,
-    Followed,
-    expect_same_between_layers,
-    try_call,
-    zero_buffers,
-)
+from rankloom.train.trial import ADVICE, ADVICE_FOR_PIECES, ADVICE_WITH_EXAMPLE, Followed, expect_same_between_layers, try_call
 
 Inputs = Callable[[], Any]
 
@@ -51,7 +44,9 @@ def layer_pieces(model: nn.Module, inputs: Inputs | None = None, example: Any = 
     """
     layer_list = _list_of_layers(model)
     trial, advice = (_trial_tokens(model), ADVICE_WITH_EXAMPLE) if example is None else (example, ADVICE)
-    with torch.no_grad(), evaluating(model), zero_buffers(model, next(tensors_in(trial)).device):
+    device = next(tensors_in(trial)).device
+    zeros = {name: torch.zeros_like(x, device=device) for name, x in model.named_buffers(remove_duplicate=False) if x.is_meta}
+    with torch.no_grad(), evaluating(model), on_copies(model, zeros):   # parameters on the meta device have stand-ins (initial_values.py)
         with state_put_back(model):   # after each round of calls, so that each begins with the same buffers
             roles, output = _find_roles(model, layer_list, trial, advice)
         runs = [_PieceRange(model, roles, run, inputs and (lambda: trial)) for run in _ranges(roles)]

@@ -3,14 +3,15 @@
 A step takes all its micro-batches before the schedule runs, and the schedule selects one of them before each forward and backward.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 
 from rankloom.base.documents import document_cuts
+from rankloom.base.scoped import temporarily
 from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
 from rankloom.parallel.context import Context
 from rankloom.parallel.tokens_apart import Apart
@@ -68,14 +69,9 @@ class RunningMicrobatch:
         """The tokens, and the documents that are packed into their rows, or None."""
         return tuple(given) if self.packs and isinstance(given, tuple | list) else (given, None)   # type: ignore[return-value]
 
-    @contextmanager
-    def tokens_apart(self, apart: Apart) -> Iterator[None]:
+    def tokens_apart(self, apart: Apart) -> AbstractContextManager[None]:
         """A context in which micro-batches are some of their tokens, each left to itself; see `called_apart` in parallel/context.py."""
-        self._apart = apart
-        try:
-            yield
-        finally:
-            self._apart = None
+        return temporarily(self, _apart=apart)
 
     def select_microbatch(self, microbatch: int) -> None:
         """Before each forward and backward."""

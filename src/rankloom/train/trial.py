@@ -4,8 +4,7 @@ train/layer_pieces.py cuts it, and says what a piece is.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,20 +20,6 @@ OVERWRITES = {"zero_.default", "fill_.Scalar"}   # operations that leave nothing
 ADVICE = "say where to cut with pipe=rl.Pipe(pieces=..., loss=...), functions of the model"
 ADVICE_WITH_EXAMPLE = f"give a micro-batch to try it with, pipe=rl.Pipe(example=...), or {ADVICE}"
 ADVICE_FOR_PIECES = f"only one tensor may pass from layer to layer, and no stage can look into modules of others; {ADVICE}"
-
-
-@contextmanager
-def zero_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, meta buffers are zeros on `device`. Parameters from the meta device have stand-ins (parallel/initial_values.py)."""
-    missing = [(module._buffers, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()
-               if buffer is not None and buffer.is_meta]
-    for buffers, key, buffer in missing:
-        buffers[key] = torch.zeros_like(buffer, device=device)
-    try:
-        yield
-    finally:
-        for buffers, key, buffer in missing:
-            buffers[key] = buffer
 
 
 def try_call(call: Callable[..., Any], value: Any, model: nn.Module, advice: str, **options: Any) -> Any:
