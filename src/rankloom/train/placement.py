@@ -10,10 +10,9 @@ parameters, their fp32 masters, or slices of either.
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from rankloom.train.precision import MasterWeights, Precision
 from rankloom.world.group import Group
 
 
-class Placement(ABC):
+class Placement(Protocol):
     """What the engine calls, in the order of a step.
 
     model:   the modules that this rank holds: the whole model, or some pipeline stages
@@ -46,23 +45,18 @@ class Placement(ABC):
     summing: Summing
 
     @property
-    @abstractmethod
     def waited(self) -> float:
         """Seconds spent waiting for communication so far."""
 
-    @abstractmethod
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of a forward-only pass; ranks may bring different numbers of them."""
 
-    @abstractmethod
     def abandon(self) -> None:
         """Clear all gradients, and what a failed step left behind. Raises UnitError when the model's values differ from its masters."""
 
-    @abstractmethod
     def sync(self, on: bool) -> AbstractContextManager[None]:
         """A context around forward and backward. on: this is the last micro-batch of the step."""
 
-    @abstractmethod
     def without_reduction(self) -> AbstractContextManager[None]:
         """A context: a backward inside makes gradients of this rank alone."""
 
@@ -74,7 +68,6 @@ class Placement(ABC):
         """Deterministic: fold in the gradients and totals of one logical shard."""
         raise AssertionError("logical shards need canonical gradients")
 
-    @abstractmethod
     def begin_last_backward(self, items: Tensor, scale: float) -> None:
         """Called between the last forward of a step and its backward.
 
@@ -82,15 +75,12 @@ class Placement(ABC):
         scale: the factor that the losses are multiplied by
         """
 
-    @abstractmethod
     def run_backward(self, loss: Tensor) -> None:
         """Inside `sync` or `without_reduction`, after the forward."""
 
-    @abstractmethod
     def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Finish the sums of all gradients over the ranks. Returns the summed totals, and whether all ranks have the same mark."""
 
-    @abstractmethod
     def norm(self, totals: Tensor) -> Tensor:
         """The 2-norm of the summed gradients, each element once, fp64. NaN on all ranks if the [loss sum, count] of one is not finite."""
 
@@ -98,35 +88,27 @@ class Placement(ABC):
         """Name -> 2-norm of the summed gradient, for parameters that every tensor rank holds whole. A collective."""
         return {}   # where no layer is split
 
-    @abstractmethod
     def flat_gradients(self) -> list[Tensor]:
         """The gradients that this rank's optimizer reads, in few tensors."""
 
-    @abstractmethod
     def local_gradients(self) -> dict[str, Tensor]:
         """Name -> gradient of this rank alone, after a backward without reduction."""
 
-    @abstractmethod
     def publish(self) -> None:
         """After the optimizer's step: update the parameters that the model computes with."""
 
-    @abstractmethod
     def expect_own_values(self) -> None:
         """Before values are saved or scored. A collective. raises: UnitError when the model's differ from those that are trained"""
 
-    @abstractmethod
     def values(self, rank: int | None) -> dict[str, Tensor]:
         """The whole model, as `Engine.full_state_dict` gives it: to one rank of the world, or to all. A collective."""
 
-    @abstractmethod
     def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
         """The optimizer's whole state, to one rank of the world, or to all. A collective."""
 
-    @abstractmethod
     def load(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of `values`; raises ModelMismatch."""
 
-    @abstractmethod
     def parts(self) -> list[Part]:
         """This rank's parts of each tensor of the model's state dict, in the master dtype, without extra state."""
 
@@ -134,11 +116,9 @@ class Placement(ABC):
         """The same for a tensor `name` that is sharded like a parameter. piece: this rank's piece of that parameter"""
         return parts_of_piece(name, piece, values, shape=piece.shape)
 
-    @abstractmethod
     def rewritten(self) -> AbstractContextManager[None]:
         """A context in which the memory of `parts` may be written; afterwards the model computes with it. A collective."""
 
-    @abstractmethod
     def pieces(self) -> dict[str, OwnedRun]:
         """Name -> which elements of the parameter, as it is on this rank, its owner holds."""
 
@@ -146,7 +126,6 @@ class Placement(ABC):
         """This rank's part of a value of optimizer state of parameter `name`. Slices are cut later, by `pieces`."""
         return value
 
-    @abstractmethod
     def held(self) -> tuple[int, int, int]:
         """Bytes in memory on this rank now: parameters and masters; gathered parameters beyond these; gradients."""
 
