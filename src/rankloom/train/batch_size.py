@@ -20,9 +20,8 @@ class Batch(NamedTuple):
         return _equation(self.local, ranks, self.accumulate, self.global_)
 
 
-def solve_batch(
-    ranks: int, local: int | None = None, accumulate: int | None = None, global_: int | None = None, *, pipe: int = 1
-) -> Batch:
+def solve_batch(ranks: int, local: int | None = None, accumulate: int | None = None, global_: int | None = None, *,
+                pipe: int = 1) -> Batch:
     """Solve local x ranks x accumulate = global for what is None; with two unknowns, `accumulate` is 1.
 
     pipe:   pipeline stages: with several, and only `global_` given, `accumulate` is as many as keep them busy

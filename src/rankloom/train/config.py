@@ -278,9 +278,7 @@ def _explain(error: ValidationError, where: str, flags: Mapping[tuple[str, str],
     return "\n".join(_line(loc, details, where, flags) for loc, details in problems.items())
 
 
-def _line(
-    loc: tuple[str, ...], details: list[ErrorDetails], where: str, flags: Mapping[tuple[str, str], str]
-) -> str:
+def _line(loc: tuple[str, ...], details: list[ErrorDetails], where: str, flags: Mapping[tuple[str, str], str]) -> str:
     kind, name = details[0]["type"], ".".join(loc)
     origin = next((flag for place, flag in flags.items() if ".".join(place) == name), where)
     if kind == "extra_forbidden":

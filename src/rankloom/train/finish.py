@@ -97,18 +97,14 @@ def _compare(job: Job, validation_loss: float | None) -> float | None:
     if not job.config.data.baseline or validation_loss is None:
         return None
     try:
-        baseline = trigram_loss(
-            job.corpus.train, job.corpus.validation, job.shape.vocab_size, max_tokens=BASELINE_TOKENS,
-            progress=reporter(job.sink, 0),
-        )
+        baseline = trigram_loss(job.corpus.train, job.corpus.validation, job.shape.vocab_size, max_tokens=BASELINE_TOKENS,
+                                progress=reporter(job.sink, 0))
     except DataError as error:   # the run itself is done
         job.say(f"no trigram model to compare with: {error}")
         return None
     winner = "the model is better" if validation_loss < baseline.loss else "the TRIGRAM is better: train longer"
-    job.say(
-        f"validation loss {validation_loss:.4f}, that of a trigram model of the same text {baseline.loss:.4f} "
-        f"(of {baseline.train_tokens:,} training tokens): {winner}"
-    )
+    job.say(f"validation loss {validation_loss:.4f}, that of a trigram model of the same text {baseline.loss:.4f} "
+            f"(of {baseline.train_tokens:,} training tokens): {winner}")
     return baseline.loss
 
 

@@ -90,10 +90,8 @@ def open_corpus(config: Config, world: World, sink: Sink) -> Corpus:
     data, report = config.data, reporter(sink, world.rank)
 
     def prepare_here() -> Corpus:
-        return prepare_corpus(
-            data.source, tokenizer=data.tokenizer or "bytes", vocab_size=data.vocab_size or 0,
-            validation=data.validation, cache=data.cache, seed=config.run.seed, progress=report,
-        )
+        return prepare_corpus(data.source, tokenizer=data.tokenizer or "bytes", vocab_size=data.vocab_size or 0,
+                              validation=data.validation, cache=data.cache, seed=config.run.seed, progress=report)
 
     corpus = while_others_wait(world, prepare_here if world.local_rank == 0 else None, label="tokenise") or prepare_here()
     expect_same_values(world, "data", {

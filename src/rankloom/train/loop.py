@@ -81,12 +81,9 @@ class Stepper:
     def run(self) -> None:
         """All steps and the last evaluation, or as much of them as a signal allows."""
         job, train = self.job, self.job.config.train
-        loader = Loader(
-            job.samples(job.corpus.train), global_batch=job.config.batch().global_, rank=self.engine.group.rank,
-            ranks=self.engine.group.size, seed=job.config.run.seed, start_step=self.engine.steps_done, steps=train.steps,
-            device=job.world.device,
-        )
-        with loader:
+        with Loader(job.samples(job.corpus.train), global_batch=job.config.batch().global_, rank=self.engine.group.rank,
+                    ranks=self.engine.group.size, seed=job.config.run.seed, start_step=self.engine.steps_done, steps=train.steps,
+                    device=job.world.device) as loader:
             self._steps(loader)
             if train.evaluate and not self.signal:
                 self._evaluate()
@@ -142,9 +139,8 @@ class Stepper:
     def _evaluate(self) -> None:
         """Measure the exact validation loss and emit it as an event; neither when a signal on any rank stops the evaluation."""
         job, world, rows = self.job, self.job.world, self.engine.group
-        batches = evaluation_batches(
-            job.samples(job.corpus.validation), rows=evaluation_rows(job), rank=rows.rank, ranks=rows.size, device=world.device,
-        )
+        batches = evaluation_batches(job.samples(job.corpus.validation), rows=evaluation_rows(job), rank=rows.rank, ranks=rows.size,
+                                     device=world.device)
         result = self.engine.evaluate(self._until_signal(batches))
         self.signal = self._signal_of(world)
         if not self.signal:
@@ -174,31 +170,13 @@ def evaluation_rows(job: Job) -> int:
 
 def build_engine(config: Config, shape: GPTConfig, world: World, sink: Sink | None = None) -> Engine:
     """Build the model and its engine from the config."""
-    batch = config.batch()
-    cut = config.train.stage == 3 or is_split(world)   # no rank ever holds the whole model
+    given, comm = config.train, config.comm
+    cut = given.stage == 3 or is_split(world)   # no rank ever holds the whole model
     model = GPT(shape, seed=config.run.seed, device="meta" if cut else world.device)
-    return prepare(
-        model,
-        loss=language_model_loss,
-        optimizer=lambda params: build_optimizer(config.optimizer, params),
-        world=world,
-        stage=config.train.stage,
-        accumulate=batch.accumulate,
-        clip=config.optimizer.max_norm or None,
-        precision=config.train.precision,
-        deterministic=config.train.deterministic,
-        seed=config.run.seed,
-        schedule=schedule(config),
-        all_reduce=config.comm.all_reduce,
-        compress=config.comm.compress,
-        compress_after=config.comm.compress_after,
-        initialize=initial_values(model, config.run.seed) if cut else None,
-        recompute=config.train.recompute,
-        offload=config.train.offload,
-        offload_activations=config.train.offload_activations,
-        compile=config.train.compile,
-        reshard_after_forward=config.train.reshard_after_forward,
-        pipe=config.train.pipe,
-        tensor_overlap=config.train.tensor_overlap,
-        sink=sink,
-    )
+    return prepare(model, loss=language_model_loss, optimizer=lambda params: build_optimizer(config.optimizer, params), world=world,
+                   stage=given.stage, accumulate=config.batch().accumulate, clip=config.optimizer.max_norm or None, seed=config.run.seed,
+                   precision=given.precision, deterministic=given.deterministic, schedule=schedule(config), all_reduce=comm.all_reduce,
+                   compress=comm.compress, compress_after=comm.compress_after, offload=given.offload, recompute=given.recompute,
+                   initialize=initial_values(model, config.run.seed) if cut else None, offload_activations=given.offload_activations,
+                   compile=given.compile, reshard_after_forward=given.reshard_after_forward, pipe=given.pipe,
+                   tensor_overlap=given.tensor_overlap, sink=sink)

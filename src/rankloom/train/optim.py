@@ -19,9 +19,8 @@ MIN_LR_RATIO = 0.1
 FUSED_DEVICES = ("cpu", "cuda")
 
 
-def learning_rate(
-    step: int, *, peak: float, warmup_steps: int, steps: int, decay: str = "cosine", min_ratio: float = MIN_LR_RATIO
-) -> float:
+def learning_rate(step: int, *, peak: float, warmup_steps: int, steps: int, decay: str = "cosine",
+                  min_ratio: float = MIN_LR_RATIO) -> float:
     """The rate of the 0-based `step` of a run of `steps` steps.
 
     Warm-up rises in equal parts and reaches the peak in its last step; its first step is above 0. Decay starts in
@@ -56,10 +55,8 @@ def scale_learning_rate(lr: float, batch: int, base_batch: int, rule: str) -> fl
 def build_optimizer(config: Optimizer, params: Iterable[Parameter]) -> torch.optim.Optimizer:
     """AdamW or SGD over `params`. Weight decay is for those of two dims or more, not for gains and biases."""
     params = list(params)
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
+              {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in params)
     if config.name == "sgd":

@@ -65,9 +65,7 @@ def claim_run_folder(config: Config, now: datetime, *, again: bool = False, agen
             folder.mkdir(exist_ok=True)
     except OSError as error:
         leave_if_empty(path)
-        raise StorageError(
-            f"{path}: the run folder cannot be made ({error.strerror}); give another place with --run.folder"
-        ) from None
+        raise StorageError(f"{path}: the run folder cannot be made ({error.strerror}); give another place with --run.folder") from None
     if holds_run(path):
         raise ConfigError(f"{path}: holds a run already; give another --run.name, or remove that folder")
     return path
@@ -107,14 +105,13 @@ def leave_if_empty(run: Path) -> None:
 
 def _next_free(path: Path) -> Path:
     """Make `path`, or path-2, path-3 ...: the first that does not exist. Safe when two runs start at once."""
-    for number in count(1):
-        candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
+    found, numbers = path, count(2)
+    while True:
         try:
-            candidate.mkdir()
-            return candidate
+            found.mkdir()
+            return found
         except FileExistsError:
-            continue
-    raise AssertionError("count() does not end")
+            found = path.with_name(f"{path.name}-{next(numbers)}")
 
 
 def write_json(path: Path, value: object) -> None:

@@ -20,10 +20,8 @@ def starts(tokens: Tokens, number: int, length: int) -> list[list[int]]:
     return [[int(t) for t in tokens[at : at + length]] for at in places]
 
 
-def continue_texts(
-    model: GPT, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], *, max_tokens: int,
-    temperature: float = TEMPERATURE, top_k: int | None = TOP_K, seed: int = 0,
-) -> list[str]:
+def continue_texts(model: GPT, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], *, max_tokens: int,
+                   temperature: float = TEMPERATURE, top_k: int | None = TOP_K, seed: int = 0) -> list[str]:
     """Each prompt with the model's continuation, until the model ends the text or has written `max_tokens`.
 
     An empty prompt means the beginning of a text. Prompt number i draws from the stream of seed + i.
@@ -33,9 +31,7 @@ def continue_texts(
     texts = []
     for number, prompt in enumerate(prompts):
         row = torch.tensor([list(prompt) or [tokenizer.eot]], device=device)
-        written = generate(
-            model, row, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed + number,
-            stop=tokenizer.eot,
-        )
+        written = generate(model, row, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed + number,
+                           stop=tokenizer.eot)
         texts.append(tokenizer.decode(written[0].tolist()))
     return texts

@@ -62,9 +62,8 @@ def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threa
     ]
 
 
-def plan_study(
-    file: Path, overrides: Sequence[str], ranks: Sequence[int], *, steps: int, weak: bool, threads: int, folder: Path
-) -> dict[int, list[str]]:
+def plan_study(file: Path, overrides: Sequence[str], ranks: Sequence[int], *, steps: int, weak: bool, threads: int,
+               folder: Path) -> dict[int, list[str]]:
     """Number of ranks -> all overrides of its run. Every run is checked before the first one starts.
 
     raises: DataError when there is no text; ConfigError for an impossible number of ranks, such as one that the other axes do not

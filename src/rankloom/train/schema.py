@@ -389,9 +389,7 @@ class Config(ConfigSection):
     def batch(self) -> Batch:
         """The batch sizes on this config's ranks; raises BatchError when they contradict each other."""
         sizes = self.train
-        return solve_batch(
-            self.mesh.row_ranks(), sizes.local_batch_size, sizes.accumulate, sizes.global_batch_size, pipe=self.mesh.pipe
-        )
+        return solve_batch(self.mesh.row_ranks(), sizes.local_batch_size, sizes.accumulate, sizes.global_batch_size, pipe=self.mesh.pipe)
 
 
 def _expect_shared_evenly(key: str, count: int, axis: str, ranks: int) -> None:

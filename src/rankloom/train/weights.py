@@ -82,7 +82,5 @@ def _expect_same_tensors(model: GPT, weights: Mapping[str, Tensor], run: Path) -
     found = {name: tuple(t.shape) for name, t in weights.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            raise ModelMismatch(
-                f"{run}: tensor {name} has shape {found.get(name)} in model.safetensors, and model.json "
-                f"expects {expected.get(name)}; these are not the files of one run"
-            )
+            raise ModelMismatch(f"{run}: tensor {name} has shape {found.get(name)} in model.safetensors, and model.json expects "
+                                f"{expected.get(name)}; these are not the files of one run")
