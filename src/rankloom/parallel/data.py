@@ -18,11 +18,11 @@ from rankloom.base.hooks import hook_gradient, keep_with
 from rankloom.base.names import full_name
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
+from rankloom.parallel.buffers import BufferKeeper
 from rankloom.parallel.equal_start import expect_model_and_group, expect_same_values, make_replicas_equal
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.guards import watch_optimizers
-from rankloom.parallel.known_parameters import expect_none_beside
-from rankloom.parallel.replicas import ReplicaGuard
+from rankloom.parallel.known_parameters import KnownParameters, expect_none_beside
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.world.connect import expect_cpu_backend
 from rankloom.world.group import Group
@@ -33,10 +33,10 @@ class DataParallel(nn.Module):
 
     has_names_of_module = True   # in its state dict
 
-    def __init__(self, module: nn.Module, reducer: GradientReducer, guard: ReplicaGuard):
+    def __init__(self, module: nn.Module, reducer: GradientReducer):
         super().__init__()
-        self.module = module
-        self._reducer, self._replica_guard = reducer, guard
+        self.module, self._reducer = module, reducer
+        self._known, self._keeper = KnownParameters(module), BufferKeeper(module, reducer.group)
         self._finish_queued = False
         for param in module.parameters():
             if param.requires_grad:
@@ -51,7 +51,7 @@ class DataParallel(nn.Module):
         raises: UnitError when a parameter was replaced or added after the model was wrapped; ConfigError when a frozen one is now trainable
         """
         expect_none_beside(self)
-        self._replica_guard.parameters.expect_unchanged(may_move=True)
+        self._known.expect_unchanged(may_move=True)
         if self._finish_queued and torch._C._current_graph_task_id() != -1:   # a recomputed forward, inside a backward
             return self.module(*args, **kwargs)
         if self._finish_queued and torch.is_grad_enabled():
@@ -93,7 +93,7 @@ class DataParallel(nn.Module):
 
     def _begin_anew(self) -> None:
         """After loading: new buffer values are no change made by a step, and compression starts without an error."""
-        self._replica_guard.buffers.forget_changes()
+        self._keeper.forget_changes()
         self._reducer.summing.begin_anew()
 
     def _queue_finish(self, _: Tensor) -> None:
@@ -102,10 +102,9 @@ class DataParallel(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        buffers = self._replica_guard.buffers
-        _, alike = self._reducer.finish(mark=buffers.mark())
-        buffers.heed(alike)
-        buffers.average_changed()
+        _, alike = self._reducer.finish(mark=self._keeper.mark())
+        self._keeper.heed(alike)
+        self._keeper.average_changed()
         self._finish_queued = False
 
 
@@ -139,7 +138,7 @@ def data_parallel(model: nn.Module, group: Group, *, all_reduce: str = BACKEND, 
     make_replicas_equal(model, group)
     reducer = GradientReducer(trainable(model), group, summing=Summing(all_reduce, compress, compress_after), bucket_bytes=bucket_bytes,
                               average=True, by_rows=embeddings(model))
-    return DataParallel(model, reducer, ReplicaGuard(model, group))
+    return DataParallel(model, reducer)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

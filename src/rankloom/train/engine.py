@@ -31,9 +31,10 @@ from rankloom.base.events import Load, Sink, StepDone
 from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.base.shares import share
+from rankloom.parallel.buffers import BufferKeeper
 from rankloom.parallel.context import called_apart
 from rankloom.parallel.equal_start import expect_same_values
-from rankloom.parallel.replicas import ReplicaGuard
+from rankloom.parallel.known_parameters import KnownParameters
 from rankloom.parallel.tokens_apart import Apart
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
 from rankloom.train.batches import cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches, step_with
@@ -90,6 +91,7 @@ class Settings:
     logical_shards: int                    # 0: gradients may be added in any order
     schedule: Callable[[int], float] | None
     world: World                           # all ranks of the job
+    sink: Sink | None                      # called with a `StepDone` after each step
     recompute: Recompute | None = None     # what each block recomputes; it can be printed
     float8: Float8Layers = field(default_factory=lambda: Float8Layers({}, None))   # layers that multiply in 8 bits
 
@@ -101,12 +103,12 @@ class Engine:
     """
 
     def __init__(self, group: Group, settings: Settings, placement: Placement, optimizer: Optimizer, *,
-                 tokens: Group, dropout: DropoutKey, sink: Sink | None):
-        self.group, self.settings, self.sink = group, settings, sink
+                 tokens: Group, dropout: DropoutKey):
+        self.group, self.settings = group, settings
         self.steps_done, self.scale = 0, UNMEASURED
         self.placement, self.optimizer = placement, optimizer
         self._dropout, self._numbers = dropout, Numbers()
-        self._replica_guard = ReplicaGuard(placement.model, tokens)
+        self._known, self._keeper = KnownParameters(placement.model), BufferKeeper(placement.model, tokens)
         self._first_steps = FirstSteps(settings.world, group, tokens, placement, accumulate=settings.accumulate,
                                        shards=settings.logical_shards)
         self._built = AsBuilt.of(optimizer, cut=not isinstance(placement, ReplicatedPlacement))
@@ -125,7 +127,7 @@ class Engine:
                 replaced or added
         """
         begin, waited = time.perf_counter(), self.placement.waited
-        self._replica_guard.parameters.expect_unchanged()
+        self._known.expect_unchanged()
         if not self.model.training:   # a model in training mode is left alone: the user may have put parts of it in eval mode
             self.model.train()
         lr = self._set_learning_rate()
@@ -141,16 +143,17 @@ class Engine:
             self._first_steps.after(self.steps_done, totals)
             loss, count, norm, finite = self._apply(totals, batch)
         self.steps_done += 1
-        self._replica_guard.buffers.average_changed()
+        self._keeper.average_changed()
         auxiliary, experts = totals[2].item() / count if len(totals) > 2 else 0.0, self._experts.count_tokens(move=finite)
         if experts:
-            self._replica_guard.buffers.forget_changes()   # the routers' biases: every rank changed them by the same amount
+            self._keeper.forget_changes()   # the routers' biases: every rank changed them by the same amount
         report = Report(step=self.steps_done, loss=loss, count=count, grad_norm=norm, lr=lr, skipped=not finite, exposed=exposed,
                         seconds=time.perf_counter() - begin, auxiliary=auxiliary, experts=experts)
-        if self.sink:
-            self.sink(StepDone(rank=self.world_rank, step=report.step, loss=loss, count=count, grad_norm=norm, lr=lr, exposed=exposed,
-                               seconds=report.seconds, memory=peak_memory(self.group.device), skipped=report.skipped,
-                               auxiliary=auxiliary, experts={} if self.world_rank else experts))
+        if self.settings.sink:
+            self.settings.sink(StepDone(
+                rank=self.world_rank, step=report.step, loss=loss, count=count, grad_norm=norm, lr=lr, skipped=report.skipped,
+                seconds=report.seconds, exposed=exposed, memory=peak_memory(self.group.device), auxiliary=auxiliary,
+                experts={} if self.world_rank else experts))
         return report
 
     @torch.no_grad()
@@ -229,7 +232,7 @@ class Engine:
         """Continue from the step and the loss scale of a loaded state."""
         self.steps_done, scaled = run["step"], self.settings.precision.scaled and run["loss_scale"]
         self.scale = LossScale(**scaled) if scaled else UNMEASURED
-        self._replica_guard.buffers.forget_changes()   # loading is not a change that a step made
+        self._keeper.forget_changes()   # loading is not a change that a step made
 
     @property
     def model(self) -> nn.Module:
@@ -239,7 +242,7 @@ class Engine:
     @property
     def tokens(self) -> Group:
         """The ranks over which losses and counts are summed, and running statistics averaged."""
-        return self._replica_guard.buffers.group
+        return self._keeper.group
 
     @cached_property
     def _experts(self) -> ExpertBooks:
@@ -278,9 +281,8 @@ class Engine:
 
     def _finish(self, totals: Tensor | None) -> Tensor:
         """Finish all sums over the ranks. raises: ConfigError, on all ranks, when their optimizers have other numbers"""
-        buffers = self._replica_guard.buffers
-        summed, alike = self.placement.finish(totals, self._numbers.mark(self.optimizer) ^ buffers.mark())
-        buffers.heed(alike)
+        summed, alike = self.placement.finish(totals, self._numbers.mark(self.optimizer) ^ self._keeper.mark())
+        self._keeper.heed(alike)
         if not alike:
             expect_same_values(self.tokens, "optimizer in this step", numbers_of(self.optimizer), advice=SAME_RATES)
         return summed
@@ -355,7 +357,7 @@ class Engine:
             seen += f", after {self.scale.overflows} overflows in a row" if self.scale.is_hopeless else ""
             found = explain_non_finite(self.settings.world, lambda: self._run_alone(batch), self.placement.local_gradients, seen,
                                        compress=self.placement.summing.compress)
-            self._replica_guard.buffers.average_changed()
+            self._keeper.average_changed()
             raise found
         if finite:
             self.placement.publish()

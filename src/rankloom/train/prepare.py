@@ -123,7 +123,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     check_types(model, world, loss=loss, schedule=schedule, sink=sink)
     model = compiled_in_place(model)
     shards = logical_shards(deterministic, world, accumulate)
-    settings = Settings(loss, accumulate, clip, precision_named(precision), shards, schedule, world)
+    settings = Settings(loss, accumulate, clip, precision_named(precision), shards, schedule, world, sink)
     summing: dict[str, Any] = {"all_reduce": all_reduce, "compress": compress, "compress_after": compress_after}
     cutting: dict[str, Any] = {"units": units, "reshard_after_forward": reshard_after_forward, "ahead": ahead, "offload": offload,
                                "gradient_memory": gradient_memory}
@@ -159,8 +159,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                                     float8=float8.readers(model), summing=Summing(all_reduce, compress, compress_after))
         placement, made = place_cut(model, settings, optimizer, strategy, fill, split=split, stages=stages)
     kind = Engine if stages is None else PipelineEngine
-    return kind(world.group(*ROW_AXES), settings, placement, made,
-                tokens=world.group(*TOKEN_AXES), dropout=dropout, sink=sink)
+    return kind(world.group(*ROW_AXES), settings, placement, made, tokens=world.group(*TOKEN_AXES), dropout=dropout)
 
 
 def _change_blocks(model: nn.Module, world: World, units: Policy, recompute: str | int, offload: bool, compiled: bool) -> Recompute | None:
