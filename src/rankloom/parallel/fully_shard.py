@@ -119,7 +119,8 @@ class FullySharded(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, unreduced ones of `no_sync` included: an optimizer's own `zero_grad` does not see these."""
-        self._sharding.forget_landed()
+        for gradient in self._sharding.gradients():
+            gradient.landed.clear()
         super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -143,7 +143,10 @@ class GradientReducer:
         self._launch_what_is_left()
         agreed = self._agree(totals, mark)
         self._wait_for_buckets()
-        self._end_step()
+        for bucket in self.buckets if self.summing.is_compressed else ():
+            bucket.clear_strays()
+        self.summing.end_step()
+        self._reset()
         return agreed
 
     # ------------------------------------------------------------------ while backward runs
@@ -222,12 +225,6 @@ class GradientReducer:
             if bucket.wait is not None:
                 bucket.wait()
                 bucket.wait = None
-
-    def _end_step(self) -> None:
-        for bucket in self.buckets if self.summing.is_compressed else ():
-            bucket.clear_strays()
-        self.summing.end_step()
-        self._reset()
 
     def _reset(self) -> None:
         self._launched = 0

@@ -61,7 +61,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if name := next((getattr(param, CUT) for param in params if hasattr(param, CUT)), None):
         raise UnitError(f"the optimizer updates {name} itself, whose memory was cut over the ranks: it was made before the model was "
                         "sharded, or of the inner module's parameters. Make it of `sharded.parameters()`")
-    for reducer in dict.fromkeys(reducer for param in params for reducer in _reducers(param)):
+    for reducer in dict.fromkeys(who for param in params for who in waiting_for(param) if isinstance(who, GradientReducer)):
         reducer.expect_summed(params)
     followers = _followers(optimizer)
     if not is_elementwise(optimizer):
@@ -83,10 +83,6 @@ def _expect_whole_tensors(optimizer: torch.optim.Optimizer) -> None:
                "the parameters of a sharded model are flat slices. `rl.prepare` gives it whole ones")
         raise UnitError(f"{type(optimizer).__name__} may look at whole tensors, but {why}. If what it does to an element depends on that "
                         "element only, say so by an attribute of the class: elementwise = True")
-
-
-def _reducers(param: torch.Tensor) -> list[GradientReducer]:
-    return [who for who in waiting_for(param) if isinstance(who, GradientReducer)]
 
 
 def _expect_reduced(sharding: Sharding, params: set[int]) -> None:

@@ -119,11 +119,6 @@ class Sharding:
         """Those of all units, in the order of the sections."""
         return [gradient for section in self.sections for gradient in section.gradients]
 
-    def forget_landed(self) -> None:
-        """Drop gradients that are accumulated and not yet reduced."""
-        for gradient in self.gradients():
-            gradient.landed.clear()
-
     def abandon(self) -> None:
         """Drop all gradients, and clean up after a backward that raised."""
         self._moment = Moment.IDLE

@@ -70,8 +70,8 @@ def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> 
         elif not isinstance(value, Tensor):
             entries.append(Entry(name, None, torch.Size(), partial(deepcopy, value)))
         else:
-            here = partial(_copy_of, value) if rank in (None, sharding.group.rank) else _nothing
-            entries.append(Entry(name, value.dtype, value.shape, here))
+            wanted = value.detach() if rank in (None, sharding.group.rank) else None
+            entries.append(Entry(name, value.dtype, value.shape, partial(_copy_of, wanted)))
     return entries
 
 
@@ -80,12 +80,8 @@ def units_of(sharding: Sharding) -> dict[int, tuple[Unit, str]]:
     return {id(param): (unit, name) for unit in sharding.units for name, param in unit.params.items()}
 
 
-def _copy_of(value: Tensor) -> Tensor:
-    return value.detach().cpu().clone()
-
-
-def _nothing() -> None:
-    return None
+def _copy_of(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.cpu().clone()
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.names import full_name
 
 AUTO = "auto"
 Policy = str | int | type | tuple[type, ...] | Callable[[str, nn.Module], bool] | Callable[[nn.Module], bool]
@@ -76,8 +77,7 @@ def repeated_blocks(model: nn.Module) -> Iterator[str]:
             inside += (f"{name}." if name else "",)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not f"{name}.".startswith(inside):
             kinds = Counter(type(child) for child in module)
-            blocks = [f"{name}.{key}" if name else key for key, child in module.named_children()
-                      if kinds[type(child)] > 1 and may_be_a_block(child)]
+            blocks = [full_name(name, key) for key, child in module.named_children() if kinds[type(child)] > 1 and may_be_a_block(child)]
             inside += tuple(f"{block}." for block in blocks)
             yield from blocks
 
@@ -131,7 +131,7 @@ def _by_size(model: nn.Module, least: int) -> list[str]:
 
     def visit(name: str, module: nn.Module) -> int:
         left = sum(param.numel() for param in module.parameters(recurse=False))
-        left += sum(visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+        left += sum(visit(full_name(name, key), child) for key, child in module.named_children())
         if left < least or isinstance(module, NEVER_CALLED):
             return left
         found.add(name)

@@ -56,20 +56,16 @@ def check_types(model: Any, world: Any, **functions: Any) -> None:
             expect_callable(name, function, "a function")
 
 
-def check_plain(*, seed: Any, **switches: Any) -> None:
-    """Check the types of the seed, and of what is on or off: a text such as "none" would count as on."""
-    expect_type("seed", seed, Integral, "a whole number")
-    for name, switch in switches.items():
-        expect_type(name, switch, (int, np.bool_, NoneType), "True or False")
-
-
-def check_numbers(settings: Settings) -> None:
-    """Check the ranges of numbers."""
+def check_plain(settings: Settings, *, seed: Any, **switches: Any) -> None:
+    """Check the ranges of numbers, and the types of the seed and of what is on or off: a text such as "none" would count as on."""
     if isinstance(settings.accumulate, bool) or not isinstance(settings.accumulate, int) or settings.accumulate < 1:
         raise ConfigError(f"accumulate={settings.accumulate!r}, expected a whole number of micro-batches, 1 or more")
     expect_type("clip", settings.clip, (int, float, NoneType), "a norm above 0, or None")
     if isinstance(settings.clip, bool) or not (settings.clip is None or settings.clip > 0):
         raise ConfigError(f"clip={settings.clip!r}, expected a norm above 0, or None")
+    expect_type("seed", seed, Integral, "a whole number")
+    for name, switch in switches.items():
+        expect_type(name, switch, (int, np.bool_, NoneType), "True or False")
 
 
 def check_model(model: nn.Module, settings: Settings) -> None:

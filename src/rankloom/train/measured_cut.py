@@ -5,7 +5,6 @@ parallel/pipeline/measure.py before this file.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.modes import evaluating
 from rankloom.parallel.context import RING
 from rankloom.parallel.pipeline.build import sizes_by_measure
-from rankloom.parallel.pipeline.measure import MeasuredPiece, measure_pieces
+from rankloom.parallel.pipeline.measure import measure_pieces
 from rankloom.parallel.pipeline.search import stages_a_rank
 from rankloom.train.batches import map_tensors
 from rankloom.train.dropout import DropoutKey
@@ -34,17 +33,12 @@ def cut_by_measure(chosen: ChosenPipe, model: nn.Module, world: World) -> Chosen
     if world.device.type == "meta" or any(param.is_meta for param in model.parameters()):
         raise ConfigError("pipe=rl.Pipe(example=...): a model on the meta device has no values to measure with; give `sizes`, how many "
                           "pieces each stage gets")
-    measured = _measure(chosen, chosen.example, model, world)
-    sizes = sizes_by_measure(measured, world.mesh.pipe * stages_a_rank(chosen.schedule, chosen.chunks), chosen.memory)
-    return replace(chosen, sizes=tuple(sizes))
-
-
-def _measure(chosen: ChosenPipe, example: tuple[Any, Any], model: nn.Module, world: World) -> list[MeasuredPiece]:
     running = RunningMicrobatch(DropoutKey(0), world.alone(), RING)
     pieces = pieces_for(chosen, model, running)
     running.begin(0, [range(1)])
-    microbatch = running.take(*map_tensors(lambda t: t.to(world.device), example))
+    microbatch = running.take(*map_tensors(lambda t: t.to(world.device), chosen.example))
     running.select_microbatch(0)
-    devices = [world.device] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluating(model):
-        return measure_pieces(pieces, microbatch, chosen.loss(model), world)
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []), evaluating(model):
+        measured = measure_pieces(pieces, microbatch, chosen.loss(model), world)
+    sizes = sizes_by_measure(measured, world.mesh.pipe * stages_a_rank(chosen.schedule, chosen.chunks), chosen.memory)
+    return replace(chosen, sizes=tuple(sizes))

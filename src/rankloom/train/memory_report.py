@@ -43,13 +43,9 @@ def explain_out_of_memory(rank: int, device: torch.device, held: Callable[[], He
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if _is_out_of_memory(error):
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):   # torch's words, on a CPU
             kinds = ", ".join(f"{kind} {show_bytes(nbytes)}" for kind, nbytes in asdict(held()).items())
             error.add_note(f"rank {rank} ran out of memory. For training it held {kinds}; the rest is activations, and memory outside of "
                            f"this engine. Its peak was {show_bytes(peak_memory(device))}. To need less: more micro-batches (accumulate), "
                            "recompute, a higher stage, or offload")
         raise
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)   # torch's words, on a CPU

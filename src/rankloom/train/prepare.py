@@ -28,7 +28,6 @@ from rankloom.parallel.context import RING
 from rankloom.parallel.equal_start import expect_same_tensors, expect_same_values, make_replicas_equal
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.initial_values import FirstValues, InitialValues, put_stand_ins
-from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import ShardingStrategy
 from rankloom.shard.optimizer import Build, expect_build
@@ -41,7 +40,6 @@ from rankloom.train.checks import (
     check_axes,
     check_blocks,
     check_model,
-    check_numbers,
     check_options,
     check_plain,
     check_types,
@@ -128,8 +126,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     cutting: dict[str, Any] = {"units": units, "reshard_after_forward": reshard_after_forward, "ahead": ahead, "offload": offload,
                                "gradient_memory": gradient_memory}
     changes_blocks = recompute != NONE or offload_activations or compile
-    check_numbers(settings)
-    check_plain(seed=seed, offload=offload, offload_activations=offload_activations, compile=compile)
+    check_plain(settings, seed=seed, offload=offload, offload_activations=offload_activations, compile=compile)
     check_model(model, settings)
     check_axes(model, world, context, tensor_plan, tensor_overlap)
     blocks_only = {"units": AUTO} if changes_blocks and classes_in(units) else {}   # classes then say what is a block, at any stage
@@ -146,7 +143,9 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     chosen = None if world.mesh.pipe == 1 else cut_by_measure(Pipe.of(pipe, model, loss, settings.precision), model, world)
     dropout = DropoutKey(seed)
     split = split_model(model, world, tensor_plan, tensor_overlap, context, dropout.set_token_positions)
-    fill = None if initial is None else _stand_in(model, world, initial, split)
+    fill = None if initial is None else FirstValues(initial, beside_pipe(world), split=split)
+    if fill is not None:
+        put_stand_ins(model, world.device)
     float8 = _in_float8(model, world, settings.precision)
     key_dropout(model, dropout)
     settings = replace(settings, float8=float8, recompute=_change_blocks(model, world, units, recompute, offload_activations, compile))
@@ -209,9 +208,3 @@ def _bring_to_device(model: nn.Module, group: World, precision: Precision, initi
         return None
     expect_same_tensors(model, group)
     return InitialValues(model, initialize, seed)
-
-
-def _stand_in(model: nn.Module, world: World, initial: InitialValues, split: ModelSplit) -> FirstValues:
-    """Replace parameters on the meta device by stand-ins without memory. Returns what will give them values."""
-    put_stand_ins(model, world.device)
-    return FirstValues(initial, beside_pipe(world), split=split)
