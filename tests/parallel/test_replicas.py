@@ -117,9 +117,9 @@ def test_a_buffer_that_is_conjugated_or_negated_when_read_is_that_of_rank_0_and_
 def test_an_uncounted_write_to_a_buffer_that_is_turned_when_read_is_seen(kind):
     turned = LAZY[kind](3.0)
     sampled = Sampled({"turned": turned})
-    assert sampled.changed() == set()
+    assert sampled.compare()(among=sampled.names) == set()
     turned.data.fill_(1.0)
-    assert sampled.changed() == {"turned"}
+    assert sampled.compare()(among=sampled.names) == {"turned"}
 
 
 def test_the_warning_of_rank_0_names_the_ranks_and_the_first_tensor():
@@ -770,10 +770,10 @@ def test_a_write_is_seen_in_its_bits_whatever_the_dtype_and_the_order_of_dims(dt
     tensors = {name: value.to(dtype) for name, value in kinds.items()} | {"count": torch.zeros(3, dtype=torch.int64),
                                                                           "flags": torch.zeros(3, dtype=torch.bool)}
     sampled = Sampled(tensors)
-    assert sampled.changed() == set()
+    assert sampled.compare()(among=sampled.names) == set()
     for name in ("plain", "turned", "single", "long", "flags"):
         tensors[name].data.fill_(1.0)
-    assert sampled.changed() == {"plain", "turned", "single", "long", "flags"}
+    assert sampled.compare()(among=sampled.names) == {"plain", "turned", "single", "long", "flags"}
 
 
 def test_of_a_large_buffer_few_elements_are_looked_at_in_every_column():
@@ -784,7 +784,7 @@ def test_of_a_large_buffer_few_elements_are_looked_at_in_every_column():
     assert 0.9 * SAMPLE < views["table"].numel() <= SAMPLE
     for column in range(16):
         table.data[:, column] += 1.0
-        assert sampled.changed() == {"table"}
+        assert sampled.compare()(among=sampled.names) == {"table"}
         table.data.zero_()
 
 

@@ -146,10 +146,6 @@ class Sampled:
         self._views = by_dtype(views, list(views))   # few groups: one copy and one comparison per group, for any number of tensors
         self._before = self._now()
 
-    def changed(self) -> set[str]:
-        """Names of tensors whose samples have changed since this was made."""
-        return self.compare()(among=self.names)
-
     def compare(self) -> Callable[..., set[str]]:
         """Take samples now. What this returns tells later which of the tensors `among` some names have changed; it waits for the device,
         if that has not come so far yet."""

@@ -38,21 +38,17 @@ def expect_model_and_group(model: Any, group: Any) -> None:
     `fully_shard` has changed, and for a group in which ranks hold different parts."""
     expect_type("model", model, nn.Module, "a torch module")
     expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
-    expect_shapes(model)
-    expect_unchanged(model)
+    expect_fresh(model)
     expect_same_part(model, group)
 
 
-def expect_shapes(model: nn.Module) -> None:
-    """Raise ConfigError when a lazy module of the model has not been called yet: nobody knows its shapes."""
+def expect_fresh(model: nn.Module) -> None:
+    """Raise ConfigError when a lazy module of the model has not been called yet, so that nobody knows its shapes; when the gradients of the
+    model, or of a part of it, are summed already; and when its parameters are cut."""
     for name, tensor in named_state(model):
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(f"{name} of a lazy module has no shape yet: call the model once, with an example of its inputs, before it is "
                               "given to rankloom")
-
-
-def expect_unchanged(model: nn.Module) -> None:
-    """Raise ConfigError when the gradients of the model, or of a part of it, are summed already, or its parameters are cut."""
     for name, param in model.named_parameters():
         if is_sharded(param):
             raise ConfigError(f"{name} has been sharded before, and is not whole on any rank: shard a model once, as a whole (blocks are "

@@ -142,10 +142,7 @@ def _plan(costs: Sequence[BlockCost], choices: Sequence[str], budget: int) -> Re
 
 def _explain(cost: BlockCost, choice: str) -> RecomputeDecision:
     kept, share = cost.calls * cost.kept[choice], cost.repeated[choice] / cost.work if cost.work else 0.0
-    if choice == NONE:
-        why = "there is room"
-    else:
-        why = f"saves {show_bytes(cost.calls * cost.kept[NONE] - kept)}"
+    why = "there is room" if choice == NONE else f"saves {show_bytes(cost.calls * cost.kept[NONE] - kept)}"
     return RecomputeDecision(cost.name, choice, kept, share, why)
 
 

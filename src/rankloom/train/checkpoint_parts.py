@@ -21,11 +21,6 @@ MODEL, OPTIMIZER = "model/", "optimizer/"   # prefixes of saved tensors: model/N
 Place = Callable[[Box], Iterable[tuple[Box, Box]]]   # a box of the local tensor -> pairs (box of it, the same box in the whole)
 
 
-def stay(box: Box) -> Iterable[tuple[Box, Box]]:
-    """The `Place` of a tensor that is not split: the local tensor is the whole."""
-    return [(box, box)]
-
-
 def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model's state dict, without copies or extra state; a tied parameter once, under its first name."""
     named = {name: value for name, value in model.state_dict(keep_vars=True).items() if not is_extra(name)}
@@ -44,11 +39,12 @@ def whole_part(name: str, values: Tensor) -> Part:
     return Part(name, tuple(values.shape), whole_box(values.shape), values.detach())
 
 
-def parts_of_piece(name: str, piece: OwnedRun, values: Tensor, *, shape: torch.Size, place: Place = stay) -> list[Part]:
+def parts_of_piece(name: str, piece: OwnedRun, values: Tensor, *, shape: torch.Size,
+                   place: Place = lambda box: [(box, box)]) -> list[Part]:
     """The parts of a whole tensor that `values` holds.
 
     piece:  which elements of the local tensor `values` holds, in order, in any shape
-    place:  where boxes of the local tensor are in the whole
+    place:  where boxes of the local tensor are in the whole; left out, it is the whole
     shape:  of the whole
     """
     values = values.detach()

@@ -18,7 +18,7 @@ from rankloom.base.expect import expect_callable, expect_type
 from rankloom.base.hooks import hooks_of
 from rankloom.parallel.axes import axes_of
 from rankloom.parallel.context import RING, expect_kind
-from rankloom.parallel.equal_start import expect_same_values, expect_same_values_in, expect_shapes, expect_unchanged
+from rankloom.parallel.equal_start import expect_fresh, expect_same_values, expect_same_values_in
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.tensor.apply import expect_pieces, expect_plan
 from rankloom.parallel.wrapping import Policy, comparable, section_names
@@ -79,8 +79,7 @@ def check_model(model: nn.Module, settings: Settings) -> None:
     if getattr(model, "_prepared_by_rankloom", False):
         raise ConfigError("this model has been prepared before, or is a copy of one that has: its hooks belong to another engine. Build "
                           "the model anew; to give it the values so far, first load `engine.full_state_dict()[\"model\"]` into it")
-    expect_shapes(model)
-    expect_unchanged(model)
+    expect_fresh(model)
     for axis, group in axes_of(model).items():
         if group.size > 1:
             raise ConfigError(f"the model was cut along the axis {axis!r} before. Give `prepare` the whole model, and a world made with a "

@@ -12,6 +12,7 @@ Read parallel/pipeline/cut.py before this file.
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -145,13 +146,11 @@ def _find_roles(model: nn.Module, layer_list: str, trial: Any, advice: str) -> t
     def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, name: str) -> None:
         calls.append((name, _stream(*args, **kwargs), output))
 
-    hooks = [child.register_forward_hook(partial(note, name=name), with_kwargs=True) for name, child in watched.items()]
     versions = {name: param._version for name, param in model.named_parameters()}
-    try:
+    with ExitStack() as hooks:
+        for name, child in watched.items():
+            hooks.enter_context(child.register_forward_hook(partial(note, name=name), with_kwargs=True))
         output = try_call(model, trial, model, advice, **_options(model))
-    finally:
-        for hook in hooks:
-            hook.remove()
     changed = next((name for name, param in model.named_parameters() if param._version != versions[name]), None)
     if changed:
         raise ConfigError(f"{type(model).__name__} changes {changed} when it is called, and no stage can change what another has; {ADVICE}")

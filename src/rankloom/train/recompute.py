@@ -183,14 +183,10 @@ class RecomputedForward(Wrapped):
         if self.choice == SELECTIVE and self._in_graph:
             return self._run_in_graph(self._in_graph, args, kwargs)
         if self.choice != UNDECIDED:
-            return self.run(self.inner, self.choice, self.replay(), args, kwargs)
-        replay = self.replay(self._decide)
+            return self.run(self.inner, self.choice, Replay(self.block), args, kwargs)
+        replay = Replay(self.block, self._decide)
         self._measure(replay, args, kwargs)
         return self.run(self.inner, FULL, replay, args, kwargs)
-
-    def replay(self, before: Callable[[], None] = lambda: None) -> "Replay":
-        """The present state of the block. before: called when that is restored"""
-        return Replay(self.block, before)
 
     def _run_in_graph(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Raises ConfigError when ranks share the block, or it changes a buffer: the graph's backward would read the changed value.
@@ -301,10 +297,11 @@ def _selectively(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Replay:
     """The state that a block sees now, to be restored while the block runs again. May be entered several times.
 
+    before:  called when it is restored
     buffers: set after the forward: earlier values of the buffers that it changed
     """
 
-    def __init__(self, block: nn.Module, before: Callable[[], None]):
+    def __init__(self, block: nn.Module, before: Callable[[], None] = lambda: None):
         self._before, self.draws = before, Draws(block)
         self._keys = list({id(m.key): m.key for m in block.modules() if isinstance(m, Keyed)}.values())
         self._then = [(key.step, key.rows, key.here, dict(key.calls)) for key in self._keys]
@@ -354,10 +351,10 @@ def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
     with uncounted(forward.block), arguments_unchanged(forward.block, tree_leaves((args, kwargs))):
         for choice in forward.choices(args, kwargs):
-            with (torch.random.fork_rng(devices=list(devices)), generators_put_back(forward.block), forward.replay(),
+            with (torch.random.fork_rng(devices=list(devices)), generators_put_back(forward.block), Replay(forward.block),
                   on_copies(forward.block, buffers), Trace() as trace):
                 tried = tree_map(lambda value: value, (args, kwargs), is_leaf=_is_no_container)   # copies of lists and dicts
-                out = forward.run(forward.plain, choice, forward.replay(), *tried)
+                out = forward.run(forward.plain, choice, Replay(forward.block), *tried)
             kept[choice] = trace.kept(out)
             del out
             if choice == NONE:

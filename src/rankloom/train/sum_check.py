@@ -151,17 +151,13 @@ def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank
     The error is passed on when ranks wait for each other in a forward and this rank did not finish its own.
     """
     begun, ended = list[int](), list[int]()
-    hooks = [model.register_forward_pre_hook(lambda *_: begun.append(1), prepend=True),
-             model.register_forward_hook(lambda *_: ended.append(1))]
     try:
-        totals: list[float] = totals_of(part).tolist()
-        return totals
+        with (model.register_forward_pre_hook(lambda *_: begun.append(1), prepend=True),
+              model.register_forward_hook(lambda *_: ended.append(1))):
+            return totals_of(part).tolist()   # type: ignore[no-any-return]
     except Exception as error:
         if together and not len(begun) == len(ended) > 0:
             error.add_note(f"rank {rank}: the loss was tried in evaluation mode when this was raised, before the first step, to see "
                            "whether it is a sum; ranks share a forward here, so each must get through it in that mode too")
             raise
         return [math.nan, math.nan]
-    finally:
-        for hook in hooks:
-            hook.remove()

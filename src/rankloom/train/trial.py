@@ -5,6 +5,7 @@ train/layer_pieces.py cuts it, and says what a piece is.
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -84,13 +85,10 @@ def _handed_on(model: nn.Module, layers: Sequence[str], call: Callable[[], Any])
         x = next(tensors_in(values), None)
         seen.append(x is not None and (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x._version))
 
-    hooks = []
-    for layer in map(model.get_submodule, layers):
-        hooks.append(layer.register_forward_pre_hook(lambda _, args, kwargs: note((*args, *kwargs.values())), with_kwargs=True))
-        hooks.append(layer.register_forward_hook(lambda _, _args, output: note(output)))
-    try:
+    with ExitStack() as hooks:
+        for layer in map(model.get_submodule, layers):
+            taking = layer.register_forward_pre_hook(lambda _, args, kwargs: note((*args, *kwargs.values())), with_kwargs=True)
+            hooks.enter_context(taking)
+            hooks.enter_context(layer.register_forward_hook(lambda _, _args, output: note(output)))
         call()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [given == taken for given, taken in zip(seen[1::2], seen[2::2])]
