@@ -2,7 +2,6 @@
 
     InitialValues    fills a whole tensor, by its name in the plain model; made before the model is split
     FirstValues      fills a rank's part: the first rank makes the whole tensor and broadcasts it, every rank cuts its part out
-    SharedValues     does that, and checks that stages of a pipeline have filled a tied tensor alike
     put_stand_ins    replaces parameters by stand-ins, which have a shape but no memory until units (shard/unit.py) allocate it
     give_memory      allocates what is in no unit: buffers, and parameters that stay whole
 
@@ -90,12 +89,14 @@ class FirstValues:
     make:   fills whole tensors
     groups: a tensor is broadcast along each group in turn. The rank that is 0 in all of them makes it; after the last all ranks have it
     split:  how the model is split over them
+    shared: tensors that several stages of a pipeline have and fill; `problem` compares their values
     sent:   each whole tensor, by broadcast
     memory: one whole tensor, and the part that is taken out of it
     """
 
     def __init__(self, make: InitialValues, *groups: Group, split: ModelSplit):
         self.make, self.groups, self.split = make, groups, split
+        self.shared, self._digests = frozenset[str](), dict[str, str]()
 
     @torch.no_grad()
     def __call__(self, name: str, part: Tensor) -> None:
@@ -108,18 +109,6 @@ class FirstValues:
             group.broadcast(whole, label=f"initial {name}")
         if whole is not part:
             self.split.cut_into(part, name, whole)
-
-
-class SharedValues:
-    """Fills as `fill` does, and compares the values of `shared` tensors, which several stages of a pipeline have and fill."""
-
-    def __init__(self, fill: FirstValues, shared: frozenset[str]):
-        self.fill, self.shared = fill, shared
-        self._digests: dict[str, str] = {}
-
-    def __call__(self, name: str, part: Tensor) -> None:
-        """As `fill` does."""
-        self.fill(name, part)
         if name in self.shared:
             self._digests[name] = digest(part)
 
@@ -129,7 +118,7 @@ class SharedValues:
         differ = [name for name in sorted(self.shared) if len({digests[name] for digests in everyone if name in digests}) > 1]
         tied = [f"{', '.join(differ)}: `initialize` gave other values in another stage of the pipeline, but these are one parameter; "
                 "what it writes must follow from the name"] if differ else []
-        return "\n".join(filter(None, (self.fill.make.problem, *tied))) or None
+        return "\n".join(filter(None, (self.make.problem, *tied))) or None
 
 
 def _copy(module: nn.Module) -> nn.Module:

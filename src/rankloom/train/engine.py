@@ -39,9 +39,8 @@ from rankloom.parallel.tokens_apart import Apart
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
 from rankloom.train.batches import cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches, step_with
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
-from rankloom.train.diagnose import explain_non_finite
+from rankloom.train.diagnose import explain_non_finite, with_notes
 from rankloom.train.dropout import DropoutKey
-from rankloom.train.error_notes import with_notes
 from rankloom.train.expert_books import ExpertBooks
 from rankloom.train.fingerprints import Numbers, numbers_of
 from rankloom.train.first_steps import FirstSteps

@@ -21,7 +21,7 @@ from rankloom.parallel.data import embeddings
 from rankloom.parallel.equal_start import expect_same_values
 from rankloom.parallel.expert import TOKEN_AXES, ExpertReplicas
 from rankloom.parallel.gradients import GradientReducer
-from rankloom.parallel.initial_values import FirstValues, SharedValues, give_memory
+from rankloom.parallel.initial_values import FirstValues, give_memory
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.same_bits import CanonicalReducer
 from rankloom.parallel.zero import ShardingStrategy, shard
@@ -75,14 +75,14 @@ def place_cut(model: nn.Module, settings: Settings, build: Build, strategy: Shar
         model = stages.body
     strategy = _fitted_to_mesh(strategy, model, world, split, stages)
     in_no_unit = lambda param: strategy.stage < 3 and not param.requires_grad
-    values = None if fill is None else SharedValues(fill, stages.shared if stages else frozenset())
-    if values is not None:
-        give_memory(model, values, world.device, in_no_unit)
+    if fill is not None:
+        fill.shared = stages.shared if stages else frozenset()
+        give_memory(model, fill, world.device, in_no_unit)
     _cast_outside_units(model, strategy, in_no_unit)
     sharding = shard(model, cut, replicas, strategy, whole=whole, lay_out_whole=lay_out_matrices,
-                     canonical=bool(settings.logical_shards), fill=values)
-    if values is not None:
-        world.agree(values.problem(stages.pipeline.group if stages else world.alone()), label="initial values")
+                     canonical=bool(settings.logical_shards), fill=fill)
+    if fill is not None:
+        world.agree(fill.problem(stages.pipeline.group if stages else world.alone()), label="initial values")
     placement: ShardedPlacement
     if stages is not None:
         placement = PipelinePlacement(sharding, world, split, stages, summing=strategy.summing)

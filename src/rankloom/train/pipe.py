@@ -80,7 +80,8 @@ class Pipe:
 
         def loss_of(model: Any) -> Loss:
             if pipe.loss is not None:
-                return partial(_in_format, partial(_of_targets, pipe.loss(model)), precision)
+                of_targets = pipe.loss(model)
+                return partial(_in_format, lambda output, microbatch: of_targets(output, microbatch[1]), precision)
             names = _positional(model) if pieces is layer_pieces else []
             stand_in = partial(_GPTStandIn, gpt_answer(model), precision) if pieces is gpt_pieces else partial(_ModelStandIn, names)
             return partial(_in_format, partial(_run_whole_loss, loss, partial(stand_in, getattr(model, "config", None))), precision)
@@ -89,8 +90,7 @@ class Pipe:
         if example is not None and precision.compute is not None and precision.master is None:   # as the model itself (prepare.py)
             example = (cast_floats_in(example[0], precision.compute), example[1])
         numbers = {name: param.numel() for name, param in model.named_parameters(remove_duplicate=False)}
-        return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks, pipe.sizes, example, pipe.memory,
-                          numbers, embeddings(model))
+        return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks, pipe.sizes, example, pipe.memory, numbers, embeddings(model))
 
 
 def _pieces_of_a(model: nn.Module) -> Callable[..., Sequence[Piece]]:
@@ -141,10 +141,6 @@ class ChosenPipe:
 def _in_format(loss: Loss, precision: Precision, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
     """The loss of the model's output, cast to the output format."""
     return loss(output if isinstance(output, BeforeOutput) else cast_floats_in(output, precision.output), microbatch)
-
-
-def _of_targets(loss: Loss, output: Any, microbatch: tuple[Any, Any]) -> tuple[Tensor, Any]:
-    return loss(output, microbatch[1])
 
 
 class _ModelStandIn:
