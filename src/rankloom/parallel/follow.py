@@ -5,8 +5,7 @@ such call, the ranks that run announce it, in one small all-reduce. Idle ranks j
 repeat. Nothing is announced while all ranks have a batch.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,13 +48,9 @@ class Guide:
             self.group.all_reduce(have, label="another batch?")
         return bool(have.item()), have.item() == self.group.size
 
-    @contextlib.contextmanager
-    def leading(self, on: bool) -> Iterator[None]:
-        """Forwards inside announce their collectives, if on."""
-        with temporarily(self, leads=on):
-            yield
-        if on:
-            self._say(Next(ENDED))
+    def tell_end(self) -> None:
+        """Announce that the forward has ended. A collective."""
+        self._say(Next(ENDED))
 
     def tell_section(self, number: int) -> None:
         """Announce that section `number` will be gathered. A collective while some rank is idle."""

@@ -183,9 +183,10 @@ class Sharding:
     @contextmanager
     def followed(self, on: bool) -> Iterator[None]:
         """Forwards inside direct the ranks that `follow`. A collective, if on. The root is not released: a loss may read it."""
-        with self.guide.leading(on), temporarily(self, _releases_root=False):
+        with temporarily(self.guide, leads=on), temporarily(self, _releases_root=False):
             yield
         if on:
+            self.guide.tell_end()
             self._forget_order()
         elif self.gathering.reshards:
             self.release()

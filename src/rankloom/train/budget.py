@@ -91,7 +91,8 @@ def fit(costs: Sequence[BlockCost], budget: int) -> RecomputePlan:
     aside = max(cost.moment(_least(cost)) for cost in costs) if _several(costs) else 0
     partials = [_Partial(0, 0)]
     for cost in costs:
-        grown = [_grow(partial, cost, choice) for partial in partials for choice in CHOICES]
+        grown = [_Partial(partial.kept + cost.calls * cost.kept[choice], partial.repeated + cost.calls * cost.repeated[choice],
+                          (*partial.choices, choice)) for partial in partials for choice in CHOICES]
         most = [aside if aside else cost.moment(partial.choices[-1]) for partial in grown]
         partials = _best([partial for partial, more in zip(grown, most) if partial.kept + more <= budget])
         if not partials:
@@ -115,11 +116,6 @@ def _several(costs: Sequence[BlockCost]) -> bool:
 
 def _least(cost: BlockCost) -> str:
     return min(CHOICES, key=lambda choice: cost.kept[choice])
-
-
-def _grow(partial: _Partial, cost: BlockCost, choice: str) -> _Partial:
-    return _Partial(partial.kept + cost.calls * cost.kept[choice], partial.repeated + cost.calls * cost.repeated[choice],
-                    (*partial.choices, choice))
 
 
 def _best(partials: list[_Partial]) -> list[_Partial]:

@@ -21,13 +21,10 @@ def code_of(model: nn.Module) -> dict[str, str]:
     digests: dict[str, set[str]] = {}
     for kind in {type(module) for module in model.modules()}:
         if not kind.__module__.startswith("torch."):
-            digests.setdefault(f"the code of {kind.__qualname__}", set()).add(_digest(kind))   # several classes may have one name
+            functions = [code for value in vars(kind).values() if (code := getattr(value, "__code__", None))]
+            digest = hashlib.sha256(repr(list(map(_parts, functions))).encode()).hexdigest()[:8]
+            digests.setdefault(f"the code of {kind.__qualname__}", set()).add(digest)   # several classes may have one name
     return {name: " ".join(sorted(digests[name])) for name in sorted(digests)}
-
-
-def _digest(kind: type) -> str:
-    functions = [code for value in vars(kind).values() if (code := getattr(value, "__code__", None))]
-    return hashlib.sha256(repr(list(map(_parts, functions))).encode()).hexdigest()[:8]
 
 
 def _parts(constant: Any) -> Any:

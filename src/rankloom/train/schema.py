@@ -323,7 +323,9 @@ class Config(ConfigSection):
         self._expect_axes_fit(self.gpt(self.data.vocab_size or (BYTES_VOCAB if of_bytes else 1)))   # that of a .json is read later
         if self.mesh.is_known():
             self.batch()
-        self._expect_shards_for(self.mesh.as_mesh().size)   # the fewest ranks that there can be
+        shards, ranks = self.train.logical_shards(), self.mesh.as_mesh().size   # the fewest ranks that there can be
+        if shards and shards < ranks:
+            raise ValueError(f"[train] deterministic has {shards} logical shards, which cannot feed {ranks} ranks")
         return self
 
     def _expect_stage_and_shard_fit(self) -> None:
@@ -372,11 +374,6 @@ class Config(ConfigSection):
                              "layers and the output; each stage takes one piece or more")
         if self.train.seq_len < context:
             raise ValueError(f"[train] seq_len = {self.train.seq_len} leaves some of [mesh] context {context} ranks without a token")
-
-    def _expect_shards_for(self, ranks: int) -> None:
-        shards = self.train.logical_shards()
-        if shards and shards < ranks:
-            raise ValueError(f"[train] deterministic has {shards} logical shards, which cannot feed {ranks} ranks")
 
     def gpt(self, tokenizer_vocab: int) -> GPTConfig:
         """The shape of the model; raises ConfigError when there is no such preset or shape, or too few tokens."""
