@@ -23,7 +23,7 @@ from common import RESULTS, Words, count, keep, machine, next_token, show
 import rankloom as rl
 from rankloom.models.config import preset
 from rankloom.models.loss import language_model_loss
-from rankloom.train.schema import BYTES_VOCAB
+from rankloom.train.run.schema import BYTES_VOCAB
 
 CASES = ("none", "bf16", "int8", "int4", "1bit", "topk", "powersgd", "powersgd:16", "powersgd:16/150", "powersgd:32")
 WITHIN = {"int8": "1 %", "powersgd:32": "1 %"}

@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 import rankloom as rl
-from rankloom.train.config import load_config
+from rankloom.train.run.config import load_config
 
 ROOT = Path(__file__).parent.parent
 START = (ROOT / "docs" / "start.md").read_text()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rankloom.train.config import load_config
+from rankloom.train.run.config import load_config
 
 EXAMPLE = Path(__file__).parents[1] / "train.toml"
 

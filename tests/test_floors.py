@@ -39,6 +39,12 @@ def test_a_module_imports_only_from_floors_below_its_own(file):
         assert used == room or used in SEES_ONLY.get(room, {used}), f"{room} must not know {used}"
 
 
+def test_the_engine_does_not_know_the_runs_that_drive_it():
+    engine = [f for f in FILES if f.is_relative_to(ROOT / "train") and not f.is_relative_to(ROOT / "train" / "run")]
+    for file in engine:
+        assert not [used for used in imports(file) if used.startswith("rankloom.train.run.")], f"{file.name} must not know train/run"
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
 def test_only_world_talks_to_torch_distributed(file):
     dotted = [n for n in nodes_of(file) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]

@@ -1,6 +1,6 @@
 """Runs of `rankloom train` that take a second: their configs, in an empty folder of their own."""
 
-from rankloom.train.config import make_config
+from rankloom.train.run.config import make_config
 
 
 def maker_of_configs(folder, table):

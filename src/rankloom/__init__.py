@@ -30,7 +30,7 @@ _HOME = {
     "Engine": "train.engine",
     "Report": "train.engine",
     "Precision": "train.precision",
-    "Pipe": "train.pipe",
+    "Pipe": "train.pipeline.pipe",
     "GPT": "models.gpt",
     "GPTConfig": "models.config",
 }

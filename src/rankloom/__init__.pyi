@@ -33,7 +33,7 @@ from rankloom.parallel.pipeline.build import pipeline as pipeline
 from rankloom.parallel.tensor.apply import tensor_parallel as tensor_parallel
 from rankloom.train.engine import Engine as Engine
 from rankloom.train.engine import Report as Report
-from rankloom.train.pipe import Pipe as Pipe
+from rankloom.train.pipeline.pipe import Pipe as Pipe
 from rankloom.train.precision import Precision as Precision
 from rankloom.train.prepare import prepare as prepare
 from rankloom.world.group import Group as Group

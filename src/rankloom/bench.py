@@ -24,8 +24,8 @@ from rankloom.base.topology import FASTEST, Link, Topology, parse_topology
 from rankloom.comm.bench import DTYPES, Study, run_study
 from rankloom.comm.bench_results import Findings, bandwidth, bus_bandwidth, find
 from rankloom.comm.operands import widening
-from rankloom.train.run_folder import write_json
-from rankloom.train.scaling_runs import parse_ranks
+from rankloom.train.run.folder import write_json
+from rankloom.train.run.scaling_runs import parse_ranks
 from rankloom.watch.progress import BenchProgress
 from rankloom.world.agent import launch_ranks
 from rankloom.world.cluster import read_cluster, write_links

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from rankloom.bench import Measured
     from rankloom.comm.bench import Study
-    from rankloom.train.finish import Summary
-    from rankloom.train.schema import Config
+    from rankloom.train.run.finish import Summary
+    from rankloom.train.run.schema import Config
     from rankloom.watch.scaling import Row
 
 SHOW_CURSOR = "\x1b[?25h"   # a rank that was killed while drawing leaves it hidden
@@ -114,14 +114,14 @@ def train(file: ConfigFile, /, *overrides: Overrides) -> None:
     alone = find_place().launcher == "alone"
     with leaving_on_signals(as_killed=not alone):
         from rankloom.data.text import expect_source
-        from rankloom.train.config import load_config, with_ranks
+        from rankloom.train.run.config import load_config, with_ranks
 
         config = load_config(file, overrides)
         if alone:   # before the run has a folder
             config = with_ranks(config, config.mesh.as_mesh().size)
             expect_source(config.data.source)
         if config.checkpoint.resume is not None:
-            from rankloom.train.resume import expect_steps_left
+            from rankloom.train.run.resume import expect_steps_left
 
             expect_steps_left(config)
         if alone and config.mesh.as_mesh().size > 1:
@@ -132,7 +132,7 @@ def train(file: ConfigFile, /, *overrides: Overrides) -> None:
 
 def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> None:
     """Start the ranks of a run on this machine, each with this same command, and wait for them."""
-    from rankloom.train.run_folder import claim_run_folder, hold
+    from rankloom.train.run.folder import claim_run_folder, hold
     from rankloom.world.agent import launch_ranks
 
     hold(run := claim_run_folder(config, datetime.now()))
@@ -155,8 +155,8 @@ def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> Non
 
 def _be_a_rank(config: "Config") -> None:
     """Train as one rank: join the others, if there are any. Rank 0 draws the progress."""
-    from rankloom.train.config import with_ranks
-    from rankloom.train.loop import train as train_loop
+    from rankloom.train.run.config import with_ranks
+    from rankloom.train.run.loop import train as train_loop
     from rankloom.world.join import init
     config = with_ranks(config, find_place().size)
     world = init(config.mesh.as_mesh(), timeout=config.comm.timeout, topology=config.comm.topology, backend=config.comm.backend)
@@ -175,7 +175,7 @@ def _be_a_rank(config: "Config") -> None:
 
 def _conclude(summary: "Summary", steps: int) -> None:
     """Draw the loss; print how the run ended, and its folder. steps: those asked for"""
-    from rankloom.train.finish import describe_end
+    from rankloom.train.run.finish import describe_end
 
     run = Path(summary.folder)
     _show([_draw_loss(run), *describe_end(summary, steps), f"run folder: {run}"])
@@ -214,8 +214,8 @@ def scale(
         The folder for the results; by default runs/scale-<time>.
     """
     from rankloom.data.text import expanded
-    from rankloom.train.config import load_config
-    from rankloom.train.scaling_runs import parse_ranks, plan_study
+    from rankloom.train.run.config import load_config
+    from rankloom.train.run.scaling_runs import parse_ranks, plan_study
     from rankloom.watch.scaling import WARM_UP_STEPS, measure, scaling_rows, title_of
 
     if (launcher := find_place().launcher) != "alone":
@@ -255,7 +255,7 @@ def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rankloom.train.run_folder import write_json
+    from rankloom.train.run.folder import write_json
 
     table = Table("ranks", "tokens/s", "speed-up", "efficiency", "communication", title=title)
     for row in rows:
@@ -454,8 +454,8 @@ def generate(
     seed
         Of the random draws: another seed gives another text.
     """
-    from rankloom.train.samples import continue_texts
-    from rankloom.train.weights import load_model
+    from rankloom.train.run.samples import continue_texts
+    from rankloom.train.run.weights import load_model
 
     if max_tokens < 1:
         raise ConfigError(f"--max-tokens {max_tokens}: must be 1 or more")

@@ -1,6 +1,6 @@
 """What `rankloom layout` does apart from printing: tables of what each rank holds, and the picture.
 
-It computes no layout itself: `train/paper.py` runs the code of a real run. Read base/ranks.py for the values.
+It computes no layout itself: `train/run/paper.py` runs the code of a real run. Read base/ranks.py for the values.
 """
 
 import re
@@ -23,10 +23,10 @@ from rankloom.base.ranks import ParameterPart, RankPart, experts_of, kind_of, mo
 from rankloom.base.topology import Topology
 from rankloom.data.tokenizer import load_tokenizer
 from rankloom.models.config import GPTConfig, parameter_count, preset
-from rankloom.train.config import config_of, load_config, parse_overrides, with_ranks
-from rankloom.train.job import CUT
-from rankloom.train.paper import ranks_on_paper
-from rankloom.train.schema import BYTES_VOCAB, Config
+from rankloom.train.run.config import config_of, load_config, parse_overrides, with_ranks
+from rankloom.train.run.job import CUT
+from rankloom.train.run.paper import ranks_on_paper
+from rankloom.train.run.schema import BYTES_VOCAB, Config
 from rankloom.watch.boxes import SHORT, Scene, draw_sheet
 from rankloom.watch.canvas import Sheet, as_svg, write_png
 from rankloom.world.cluster import read_cluster

@@ -10,7 +10,7 @@ import rankloom as rl
 from rankloom.base.topology import GPU_LINKS, Link, Links, Topology
 from rankloom.comm import choose
 from rankloom.comm.choose import all_reduce_named, auto_all_reduce, decide, describe_decisions, in_two_levels
-from rankloom.train.schema import Comm
+from rankloom.train.run.schema import Comm
 
 NAMES = ["backend", "auto", "naive", "tree", "double_tree", "ring", "halving", "hierarchical"]
 NO_BACKEND = Link(1e6, 1e-3)   # so slow that one of ours wins

@@ -12,7 +12,7 @@ from rankloom.base.compression import EXACT, NAMES
 from rankloom.comm.compress import _COMPRESSED
 from rankloom.models.config import GPTConfig
 from rankloom.models.loss import language_model_loss
-from rankloom.train.config import load_config
+from rankloom.train.run.config import load_config
 
 VOCAB, SEQ = 32, 16
 

@@ -13,7 +13,7 @@ from rankloom.comm.compress import Summing
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.zero import step_bill
-from rankloom.train.config import load_config
+from rankloom.train.run.config import load_config
 
 SHAPE = GPTConfig(vocab_size=64, seq_len=16, width=32, layers=2, heads=4, kv_heads=2, ffn=64)
 DATA = [(rl.Mesh(shard=2), 1), (rl.Mesh(shard=3), 2), (rl.Mesh(shard=2), 3), (rl.Mesh(replicate=2, shard=2), 1),

@@ -11,10 +11,10 @@ import torch
 
 import rankloom as rl
 from rankloom.base.events import Evaluated, Notice, StepDone
-from rankloom.train import loop
-from rankloom.train.config import make_config, write_config
-from rankloom.train.schema import MoESection
-from rankloom.train.weights import load_model
+from rankloom.train.run import loop
+from rankloom.train.run.config import make_config, write_config
+from rankloom.train.run.schema import MoESection
+from rankloom.train.run.weights import load_model
 from tiny_runs import maker_of_configs
 
 RTOL = 1e-12   # fp64: the same terms in another order

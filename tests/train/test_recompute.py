@@ -17,10 +17,10 @@ from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.wrapping import repeated_blocks
 from rankloom.train import recompute as module
-from rankloom.train.blocks import blocks_of
-from rankloom.train.budget import NONE
+from rankloom.train.blocks.budget import NONE
+from rankloom.train.blocks.forward_cost import Trace
+from rankloom.train.blocks.wrap import blocks_of
 from rankloom.train.dropout import DropoutKey, key_dropout
-from rankloom.train.forward_cost import Trace
 from rankloom.train.recompute import recompute
 from seeded import seeded
 

@@ -14,10 +14,10 @@ from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.train import prepare
-from rankloom.train.compiled import compile_blocks
-from rankloom.train.config import load_config
+from rankloom.train.blocks.compiled import compile_blocks
 from rankloom.train.recompute import recompute
 from rankloom.train.rules import NOT_ONE_GRAPH, conflicts
+from rankloom.train.run.config import load_config
 
 CONFIG = GPTConfig(vocab_size=32, seq_len=16, width=16, layers=3, heads=2, kv_heads=2, ffn=48, dropout=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -9,7 +9,7 @@ from torch import nn
 import rankloom as rl
 from rankloom.models.loss import language_model_loss
 from rankloom.train import recompute as module
-from rankloom.train.forward_cost import Trace
+from rankloom.train.blocks.forward_cost import Trace
 from rankloom.train.recompute import recompute
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.train.config import load_config
 from rankloom.train.rules import HAS_EFFECT, conflicts
+from rankloom.train.run.config import load_config
 
 OTHER = {"all_reduce": "ring", "compress": "int8", "compress_after": 3, "units": 5, "offload": True, "gradient_memory": 1,
          "reshard_after_forward": False, "ahead": 2}

@@ -1,4 +1,4 @@
-"""What one rank of a mesh holds and is given, as values that can be compared, printed and drawn. `train/paper.py` makes them."""
+"""What one rank of a mesh holds and is given, as values that can be compared, printed and drawn. `train/run/paper.py` makes them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Floor 6: the engine, and the loop around it."""
+"""Floor 6: the engine. train/run is the loop around it, which the engine does not know."""

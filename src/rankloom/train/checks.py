@@ -24,9 +24,9 @@ from rankloom.parallel.tensor.apply import expect_pieces, expect_plan
 from rankloom.parallel.wrapping import Policy, comparable, section_names
 from rankloom.parallel.zero import STAGES, expect_counts
 from rankloom.train.batch_size import LOGICAL_SHARDS
-from rankloom.train.blocks import blocks_of, classes_in
+from rankloom.train.blocks.wrap import blocks_of, classes_in
 from rankloom.train.engine import Loss, Settings
-from rankloom.train.pipe import without_functions
+from rankloom.train.pipeline.pipe import without_functions
 from rankloom.train.recompute import parse_policy
 from rankloom.train.rules import conflicts
 from rankloom.train.split_model import ROW_AXES, beside_pipe, is_split

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rankloom.base.errors import BatchError, ConfigError, LossError
 from rankloom.base.tensors import digest
 from rankloom.train.batches import MicroBatches, all_of
-from rankloom.train.compiled import is_compiled
+from rankloom.train.blocks.compiled import is_compiled
 from rankloom.train.placement import Placement
 from rankloom.train.put_back import same_bits, untrained
 from rankloom.train.split_model import SHARING_AXES

@@ -29,7 +29,7 @@ from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import Build, Optimizer, give_owners, make_optimizer, needs_whole_matrices, stand_in
 from rankloom.train.engine import Settings
 from rankloom.train.fingerprints import numbers_of
-from rankloom.train.pipeline_stages import LocalStages, PipelinePlacement
+from rankloom.train.pipeline.stages import LocalStages, PipelinePlacement
 from rankloom.train.placement import CanonicalReplicatedPlacement, Placement, ReplicatedPlacement
 from rankloom.train.precision import cast_activations
 from rankloom.train.sharded import CanonicalShardedPlacement, ShardedPlacement, SplitPlacement

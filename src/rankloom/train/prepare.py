@@ -32,9 +32,10 @@ from rankloom.parallel.wrapping import AUTO, Policy
 from rankloom.parallel.zero import ShardingStrategy
 from rankloom.shard.optimizer import Build, expect_build
 from rankloom.shard.unit import Fill
-from rankloom.train.activation_offload import offload_activations as offload_blocks
-from rankloom.train.blocks import classes_in
-from rankloom.train.budget import NONE
+from rankloom.train.blocks.activation_offload import offload_activations as offload_blocks
+from rankloom.train.blocks.budget import NONE
+from rankloom.train.blocks.compiled import compile_blocks, compiled_in_place
+from rankloom.train.blocks.wrap import classes_in
 from rankloom.train.checks import (
     check_alike,
     check_axes,
@@ -45,19 +46,18 @@ from rankloom.train.checks import (
     check_types,
     logical_shards,
 )
-from rankloom.train.compiled import compile_blocks, compiled_in_place
 from rankloom.train.dropout import DropoutKey, key_dropout
 from rankloom.train.engine import Engine, Loss, Settings
 from rankloom.train.fingerprints import code_of
 from rankloom.train.fp8 import Float8Layers, linear_layers, to_float8
 from rankloom.train.make_placement import place_cut, place_whole
-from rankloom.train.measured_cut import cut_by_measure
-from rankloom.train.pipe import Pipe
-from rankloom.train.pipeline_stages import PipelineEngine, make_local
+from rankloom.train.pipeline.measured_cut import cut_by_measure
+from rankloom.train.pipeline.pipe import Pipe
+from rankloom.train.pipeline.running_microbatch import RunningMicrobatch
+from rankloom.train.pipeline.stages import PipelineEngine, make_local
 from rankloom.train.precision import Precision, cast_floats, formats_of, full_parameters, precision_named
 from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
-from rankloom.train.running_microbatch import RunningMicrobatch
 from rankloom.train.split_model import ROW_AXES, beside_pipe, is_split, split_model
 from rankloom.world.launch import fix_cublas_workspace
 from rankloom.world.world import World

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.tensors import bytes_of
-from rankloom.train.draws import OF_EVERY_MODULE, generators_put_back
+from rankloom.train.blocks.draws import OF_EVERY_MODULE, generators_put_back
 
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 TABLES = ("_buffers", "_modules", *sorted(name for name in OF_EVERY_MODULE if "hooks" in name))   # of every module: also grow when called

@@ -2,11 +2,11 @@
 
     recompute(model, "full")         each block keeps its inputs only; every forward runs twice, a third more work
     recompute(model, "selective")    also the outputs of matrix products and attention (selective.KEPT): the rest is cheap to repeat
-    recompute(model, "24 GiB")       each block keeps as much as fits, decided by budget.py from measurements of the first micro-batch
+    recompute(model, "24 GiB")       each block keeps as much as fits, decided by blocks/budget.py, measured in the first micro-batch
 
 A recomputed forward sees the same state as the first one. Keyed dropout draws the masks of the first run's step, micro-batch and
-call. torch's own generators are set back meanwhile, and so are those that the block's modules have as attributes (draws.py). Buffers
-that the block changes have their earlier values, and are not changed twice (block_buffers.py); so do lists and dicts among its
+call. torch's own generators are set back meanwhile, and so are those that the block's modules have as attributes (blocks/draws.py). Buffers
+that the block changes have their earlier values, and are not changed twice (blocks/buffers.py); so do lists and dicts among its
 arguments. So the gradient is the same bit for bit. torch's `checkpoint` keeps the inputs and runs the block again; the rest is here.
 Not restored: other state that a forward changes (plain attributes, buffers around the block), Python's `random` and numpy's global
 generator, and torch's own where ranks share it, as those of `simulate` do. Not repeated correctly: `F.rrelu` as a function.
@@ -16,7 +16,7 @@ run once with each choice, so the first step takes longer. It is measured withou
 compiled block is no single graph, a budget leaves `selective` out if ranks share the block, and otherwise runs that uncompiled. A graph
 that the user compiles around a block ends before it, and another begins after it.
 
-Read blocks.py, block_buffers.py, selective.py, forward_cost.py and budget.py before this file.
+Of blocks/, read wrap.py, buffers.py, selective.py, forward_cost.py and budget.py before this file.
 
 source: Chen et al. 2016 (checkpointing), Korthikanti et al. 2022 (selective)
 """
@@ -37,14 +37,14 @@ from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.base.quantities import parse_size
 from rankloom.base.scoped import temporarily
 from rankloom.models.moe import uncounted
-from rankloom.train.block_buffers import Before, Values, on_copies, statistics
-from rankloom.train.blocks import Compiler, Wrapped, arguments_unchanged, blocks_of
-from rankloom.train.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
-from rankloom.train.draws import Draws, generators_put_back
+from rankloom.train.blocks.budget import CHOICES, FULL, NONE, SELECTIVE, BlockCost, RecomputePlan, fit
+from rankloom.train.blocks.buffers import Before, Values, on_copies, statistics
+from rankloom.train.blocks.draws import Draws, generators_put_back
+from rankloom.train.blocks.forward_cost import Trace
+from rankloom.train.blocks.selective import Keep, Reuse, is_kept
+from rankloom.train.blocks.wrap import Compiler, Wrapped, arguments_unchanged, blocks_of
 from rankloom.train.dropout import Keyed
-from rankloom.train.forward_cost import Trace
 from rankloom.train.rules import NOT_ONE_GRAPH
-from rankloom.train.selective import Keep, Reuse, is_kept
 from rankloom.world.group import Group
 
 UNDECIDED = "undecided"   # runs as `full`, and measures, until the plan is made

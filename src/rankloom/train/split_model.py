@@ -50,6 +50,6 @@ def split_model(model: nn.Module, world: World, tensor_plan: Mapping[str, str] |
         expert_parallel(model, world.group("expert"))
     if mesh.context > 1 and mesh.pipe == 1:
         context_parallel(model, world.group("context"), context, tell=tell)
-    elif mesh.context > 1:   # stages are told their tokens by the engine (running_microbatch.py)
+    elif mesh.context > 1:   # stages are told their tokens by the engine (pipeline/running_microbatch.py)
         expect_no_dropout(model, world.group("context"), but=KEYED_DROPOUT)
     return ModelSplit.of(model, world.group("tensor"), world.group("expert"), world.group("context"))

@@ -47,7 +47,7 @@ def leaving_on_signals(*, as_killed: bool = False) -> Iterator[None]:
     """Inside, these signals end this process at once, with exit code 128 + the number of the signal.
 
     Raising an exception would not work: a library that is being imported may take KeyboardInterrupt for a failure of its own, and raise
-    another error. train/stop.py takes over while there is state to save.
+    another error. train/run/stop.py takes over while there is state to save.
 
     as_killed: for a rank, which ends as if the signal had killed it: from such an exit code a launcher would conclude that all ranks
                have agreed to stop, while others wait for this one

@@ -26,7 +26,7 @@ from rankloom.base.errors import RankFailed, RankloomError
 from rankloom.base.text import printable
 from rankloom.world.failure import Failure, shorter_path, signal_name
 
-CLEAN_CODES = {0, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}   # success, or ended on request as train/stop.py does
+CLEAN_CODES = {0, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}   # success, or ended on request as train/run/stop.py does
 MAX_LINES = 20   # of a message in the box; the log has all lines
 
 

@@ -13,9 +13,9 @@ from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.parallel.tensor import overlap as overlap_file
 from rankloom.parallel.tensor.moves import BY_TOKENS
 from rankloom.parallel.tensor.overlap import OverlappedRowLinear
-from rankloom.train.config import make_config
-from rankloom.train.loop import build_engine
 from rankloom.train.recompute import recompute
+from rankloom.train.run.config import make_config
+from rankloom.train.run.loop import build_engine
 from split_model import expect_equal
 
 from .test_gpt import late, make, run

@@ -1,0 +1,1 @@
+"""A whole run: from a config file to weights, samples and a summary."""
