@@ -5,7 +5,7 @@ of experts, tied and untied heads, stages and schedules in turn, such that over 
 is refused with the reason. The bound is that of test_equivalence.py. The largest relative error of each layout is printed at the end of
 the run (tests/conftest.py).
 
-    pytest tests/test_matrix.py -k every_layout --whole-matrix --timeout 0 -n 2 --dist load     # the whole product: an hour or more
+    pytest tests/test_matrix.py -k every_layout --whole-matrix -n 2 --dist load     # the whole product, 4888 cases: an hour or more
 """
 
 import itertools
@@ -132,10 +132,20 @@ def train_alone(case: Case, layers: int) -> dict[str, torch.Tensor]:
     return rl.simulate(1, lambda world: train(world, case, layers=layers))[0]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_layout_equals_one_process(mesh, request, record_property):
+def pytest_generate_tests(metafunc):
+    """One test for each mesh; of the whole product, for each mesh and stage."""
+    if "cases" not in metafunc.fixturenames:
+        return
+    if metafunc.config.getoption("--whole-matrix"):
+        each = {f"{mesh}, stage {stage}": (mesh, [case for case in all_cases(mesh) if case.stage == stage])
+                for mesh in MESHES if not refusal(mesh) for stage in range(4)}
+    else:
+        each = {str(mesh): (mesh, cases_in_turn()[mesh]) for mesh in MESHES}
+    metafunc.parametrize(("mesh", "cases"), each.values(), ids=each)
+
+
+def test_every_layout_equals_one_process(mesh, cases, request, record_property):
     reason, worst = refusal(mesh), 0.0
-    cases = all_cases(mesh) if request.config.getoption("--whole-matrix") else cases_in_turn()[mesh]
     for case in cases[: 1 if reason else None]:
         if reason:
             with pytest.raises((rl.ConfigError, rl.ShapeMismatch), match=reason):
@@ -144,7 +154,7 @@ def test_every_layout_equals_one_process(mesh, request, record_property):
         expected = truth(case, mesh)
         for mine in rl.simulate(mesh, lambda world, case=case: train(world, case)):
             worst = max(worst, expect_close(mine, expected, BOUND))
-    record_property("layout", [str(mesh), f"refused: {reason}" if reason else f"{worst:.1e} in {len(cases)}"])
+    record_property("layout", [request.node.callspec.id, f"refused: {reason}" if reason else f"{worst:.1e} in {len(cases)}"])
 
 
 def test_in_turn_every_stage_model_and_schedule_meets_every_other_and_each_axis_every_stage_and_model():
