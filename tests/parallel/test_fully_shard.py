@@ -1547,6 +1547,19 @@ def test_fill_is_for_models_on_the_meta_device():
         rl.simulate(2, lambda world: rl.fully_shard(made(), world, fill=filled))
 
 
+@pytest.mark.parametrize(("fill", "told"), [
+    (3, "fill=3 cannot be called, expected a function of"), (lambda name, x: None, "`fill` gave 16 tensors no values"),
+    (lambda name, x: x.resize_(3), "`fill` made first.weight another tensor")])
+def test_what_is_wrong_with_fill_is_told_of_fill(fill, told):
+    def body(world):
+        with torch.device("meta"):
+            model = Net()
+        rl.fully_shard(model, world, fill=fill)
+
+    with pytest.raises(ConfigError, match=told):
+        rl.simulate(2, body)
+
+
 def test_a_model_without_values_and_without_fill_is_an_error_that_says_what_to_give():
     with pytest.raises(ConfigError, match="first.weight is on the meta device and has no values: give `fill`"):
         rl.simulate(2, lambda world: rl.fully_shard(Net().to("meta"), world))

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from rankloom.base.compression import BACKEND, EXACT, why_not_for_slices
 from rankloom.base.errors import ConfigError, UnitError
+from rankloom.base.expect import expect_callable
 from rankloom.base.names import full_name
 from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
@@ -258,7 +259,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
             make_replicas_equal(model, ranks)
     else:
         split = ModelSplit.found_in(model, group.alone())
-        first = FirstValues(InitialValues(model, fill, 0), group, replicas, *split.parts, split=split)
+        first = FirstValues(InitialValues(model, fill, 0, option="fill"), group, replicas, *split.parts, split=split)
         put_stand_ins(model, group.device)
         give_memory(model, first, group.device, lambda param: False)
 
@@ -282,6 +283,8 @@ def _expect_source_of_values(model: nn.Module, fill: Fill | None) -> None:
     if fill is None and on_meta is not None:
         raise ConfigError(f"{on_meta} is on the meta device and has no values: give `fill`, a function of (name, tensor) that fills the "
                           "tensor in place")
+    if fill is not None:
+        expect_callable("fill", fill, "a function of (name, tensor) that fills the tensor in place")
     if fill is not None and on_meta is None:
         raise ConfigError("`fill` gives values to a model on the meta device, and to no other")
 

@@ -34,11 +34,12 @@ class InitialValues:
 
     Make it before the model is split. Tensors that are not on the meta device keep their values. A tied parameter is always filled under
     the first of its names.
+    option: the function's name in errors
     raises: ConfigError when there is neither a function nor a `reset_parameters` for some tensor
     """
 
-    def __init__(self, model: nn.Module, initialize: Fill | None, seed: int):
-        self.initialize, self.seed = initialize, seed
+    def __init__(self, model: nn.Module, initialize: Fill | None, seed: int, option: str = "initialize"):
+        self.initialize, self.seed, self._option = initialize, seed, f"`{option}`"
         self.problems: list[str] = []
         self._unfilled: list[str] = []
         firsts: dict[int, str] = {}
@@ -68,8 +69,8 @@ class InitialValues:
     def problem(self) -> str | None:
         """What was wrong so far, as one text."""
         names = ", ".join(self._unfilled[:SHOWN]) + (" ..." if len(self._unfilled) > SHOWN else "")
-        missing = [f"`initialize` gave {len(self._unfilled)} tensors no values, or not all: {names}. It must write into the tensor that it "
-                   "is given, for every name"] if self._unfilled else []
+        missing = [f"{self._option} gave {len(self._unfilled)} tensors no values, or not all: {names}. It must write into the tensor that "
+                   "it is given, for every name"] if self._unfilled else []
         return "\n".join((*self.problems, *missing)) or None
 
     def _call(self, initialize: Fill, name: str, whole: Tensor) -> None:
@@ -77,8 +78,8 @@ class InitialValues:
         given = whole.detach()   # another tensor object: if the user resizes it, `whole` keeps its shape
         initialize(name, given)
         if (given.shape, given.dtype, given.data_ptr()) != (whole.shape, whole.dtype, whole.data_ptr()):
-            self.problems.append(f"`initialize` made {name} another tensor, of shape {tuple(given.shape)} and {given.dtype}; it must write "
-                                 f"into the one that it is given, of shape {tuple(whole.shape)} and {whole.dtype}")
+            self.problems.append(f"{self._option} made {name} another tensor, of shape {tuple(given.shape)} and {given.dtype}; it must "
+                                 f"write into the one that it is given, of shape {tuple(whole.shape)} and {whole.dtype}")
         elif has_nan(whole.dtype) and whole.sum().isnan():
             self._unfilled.append(name)
 
