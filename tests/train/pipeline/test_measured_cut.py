@@ -17,15 +17,17 @@ WIDTH = 16
 
 
 class Layer(nn.Module):
-    """A small one, or one that takes hundreds of times as long. A buffer counts its calls; some layers draw random numbers."""
+    """A small one, or one that takes hundreds of times as long. A buffer and a list count its calls; some layers draw random numbers."""
 
     def __init__(self, turns: int = 1, noise: float = 0.0):
         super().__init__()
         self.turns, self.noise, self.linear = turns, noise, nn.Linear(WIDTH, WIDTH)
         self.register_buffer("calls", torch.zeros(()))
+        self.noted: list[int] = []
 
     def forward(self, x):
         self.calls += 1
+        self.noted.append(len(self.noted))
         with torch.no_grad():   # so that all layers leave equally much for backward
             for _ in range(self.turns - 1):
                 torch.tanh(self.linear(x))
@@ -123,6 +125,7 @@ def test_measuring_leaves_no_trace():
         assert pipe.sizes == (5,) and torch.equal(torch.get_rng_state(), drawn)
         assert all(module.training for module in model.modules()) and all(param.grad is None for param in model.parameters())
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert not any(layer.noted for layer in model.modules() if isinstance(layer, Layer)), "what modules keep in lists was not put back"
 
     rl.simulate(1, body)
 

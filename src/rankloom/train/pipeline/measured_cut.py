@@ -20,6 +20,7 @@ from rankloom.train.dropout import DropoutKey
 from rankloom.train.pipeline.pipe import ChosenPipe
 from rankloom.train.pipeline.running_microbatch import RunningMicrobatch
 from rankloom.train.pipeline.stages import pieces_for
+from rankloom.train.put_back import state_put_back
 from rankloom.world.world import World
 
 
@@ -38,7 +39,7 @@ def cut_by_measure(chosen: ChosenPipe, model: nn.Module, world: World) -> Chosen
     running.begin(0, [range(1)])
     microbatch = running.take(*map_tensors(lambda t: t.to(world.device), chosen.example))
     running.select_microbatch(0)
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []), evaluating(model):
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []), evaluating(model), state_put_back(model):
         measured = measure_pieces(pieces, microbatch, chosen.loss(model), world)
     sizes = sizes_by_measure(measured, world.mesh.pipe * stages_a_rank(chosen.schedule, chosen.chunks), chosen.memory)
     return replace(chosen, sizes=tuple(sizes))
