@@ -1,6 +1,7 @@
 """Number formats: masters in 32 bits, the model their rounding, and a loss scale on which all ranks agree."""
 
 import copy
+import math
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass, replace
 
@@ -423,6 +424,20 @@ def test_modules_with_one_weight_compute_in_one_format(stage):
     with pytest.raises(rl.ConfigError, match=r"embedding computes in torch.float32, and the model itself, which uses its weight too"):
         rl.simulate(2, lambda world: body(world, gpt, "embedding"))
     rl.simulate(2, lambda world: (body(world, mirrored, "parts"), body(world, mirrored, "*code"), body(world, gpt, "*norm*")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("said", [True, False])
+def test_where_modules_in_full_have_the_format_of_all_others_they_share_weights_with_any(said, dtype):
+    """As where the same settings are tried in fp32 first."""
+    form, model = Precision("mine", dtype if said else None, master=dtype, full=("*.encode",)), Mirrored().to(dtype)
+
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(model), loss=lambda model, x: (model(x).square().sum(), len(x)), optimizer=adamw, world=world,
+                            stage=3, precision=form)
+        assert math.isfinite(engine.step(torch.ones(4, 8, dtype=dtype)).loss)
+
+    rl.simulate(2, body)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e5m2])

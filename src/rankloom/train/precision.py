@@ -120,9 +120,10 @@ def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
 
 
 def _expect_same_format(model: nn.Module, full: Mapping[str, nn.Module], precision: Precision) -> None:
-    """Raise when a module that is not in `full` has, or says that it reads, a parameter of one that is. One around it may just have it."""
+    """Raise when a module that is not in `full` has, or says that it reads, a parameter of one that is, in another format. One around it
+    may just have it."""
     owners = {id(param): (name, key) for name, module in full.items() for key, param in module.named_parameters(recurse=False)
-              if param.is_floating_point()}
+              if param.is_floating_point() and (precision.compute or param.dtype) != precision.master}
     for name, module in model.named_modules():
         if name in full or isinstance(module, _BatchNorm) or not has_forward(module):
             continue
