@@ -844,6 +844,30 @@ def test_a_state_dict_goes_from_any_number_of_ranks_to_any_other_and_to_a_plain_
         saved = state
 
 
+class OnGraph(nn.Module):
+    """Has a sparse buffer."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("edges", (scale * torch.eye(3)).to_sparse())
+
+    def forward(self, x):
+        return torch.sparse.mm(self.edges, self.lin(x))
+
+
+def test_a_sparse_buffer_is_loaded_from_a_sparse_tensor_and_from_no_other():
+    def body(world):
+        sharded, state = rl.fully_shard(OnGraph(), world), rl.fully_shard(OnGraph(2.0), world).state_dict()
+        sharded.load_state_dict(state)
+        assert torch.equal(sharded.module.edges.to_dense(), 2 * torch.eye(3))
+        with pytest.raises(rl.ModelMismatch, match="edges in the state dict is on cpu, of layout torch.strided, expected a tensor with "
+                                                   "values, of layout torch.sparse_coo"):
+            sharded.load_state_dict(state | {"edges": torch.eye(3)})
+
+    rl.simulate(2, body)
+
+
 def test_a_sharded_part_of_a_larger_model_is_in_its_state_dict():
     def body(world):
         return list(nn.Sequential(rl.fully_shard(made(), world)).state_dict())

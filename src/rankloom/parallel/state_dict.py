@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
     if split:
         shapes = {name: split.whole_shape(name, shape) for name, shape in shapes.items()}
     where = f"rank {sharding.group.world_rank}"
-    problem = without_values(state, where) or difference(shapes, state, where)
+    problem = without_values(state, where, mine) or difference(shapes, state, where)
     for group in groups:
         problems = group.all_gather_object(problem, label="load a state dict")
         problem = "\n".join(dict.fromkeys(filter(None, problems))) or None
@@ -123,7 +124,7 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
         elif is_extra(name):
             set_extra(model, name, new)
         else:
-            value.detach().copy_(new)
+            value.copy_(new)   # not into `detach()`, which for a sparse tensor is another one
     sharding.publish()
 
 
@@ -132,14 +133,20 @@ def shapes_in(state: Mapping[str, Any]) -> dict[str, torch.Size]:
     return {name: torch.Size() if is_extra(name) else value.shape for name, value in state.items()}
 
 
-def without_values(state: Any, where: str) -> str | None:
-    """What of a state dict that a user gave is no tensor with values, in words, or None. where: begins the text"""
+def without_values(state: Any, where: str, own: Mapping[str, Any] = MappingProxyType({})) -> str | None:
+    """What of a state dict that a user gave is no tensor with values, in words, or None.
+
+    where: begins the text
+    own:   the model's own tensors, where they are at hand: a sparse buffer is loaded from a sparse tensor
+    """
     if not isinstance(state, Mapping):
         return f"{where}: a {type(state).__name__} was given as state dict, expected the names of tensors with their values"
     for name, value in state.items():
-        if not is_extra(name) and (not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided):
+        layout = getattr(own.get(name), "layout", torch.strided)
+        if not is_extra(name) and (not isinstance(value, Tensor) or value.is_meta or value.layout is not layout):
             found = f"a {type(value).__name__}" if not isinstance(value, Tensor) else f"on {value.device}, of layout {value.layout}"
-            return f"{where}: {name} in the state dict is {found}, expected a dense tensor with values"
+            wanted = "a dense tensor with values" if layout is torch.strided else f"a tensor with values, of layout {layout}"
+            return f"{where}: {name} in the state dict is {found}, expected {wanted}"
     return None
 
 
