@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from operator import index
-from typing import Any, SupportsIndex, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -284,9 +284,13 @@ def cut_rows(x: Tensor, rows: Sequence[int], parts: int, label: str) -> tuple[li
 # ------------------------------------------------------------------ checks that need one rank only
 
 
-def expect_rank(rank: object, size: int, label: str) -> None:
+def expect_rank(rank: Any, size: int, label: str) -> None:
     """raises: ConfigError when a root or a peer is not in the group"""
-    if not (isinstance(rank, SupportsIndex) and 0 <= index(rank) < size):
+    try:
+        known = 0 <= index(rank) < size
+    except TypeError:   # no whole number, such as None or a tensor of fractions
+        known = False
+    if not known:
         raise ConfigError(f"{label}: there is no rank {rank!r} in a group of {size}")
 
 
