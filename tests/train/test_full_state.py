@@ -385,7 +385,7 @@ def calibrated_engine(world: rl.World, seen: object, stage: int) -> rl.Engine:
     pipe = {"accumulate": 2, "pipe": rl.Pipe(pieces=lambda model: [({str(at): layer}, layer) for at, layer in enumerate(model)],
                                              loss=lambda model: lambda y, targets: (y.sum(), len(y)))} if world.mesh.pipe > 1 else {}
     return rl.prepare(model, loss=squares, world=world, stage=stage, optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-                      tensor_plan={} if world.mesh.tensor > 1 else None, **pipe)
+                      tensor_plan={"*": "replicate"} if world.mesh.tensor > 1 else None, **pipe)
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
