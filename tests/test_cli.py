@@ -151,6 +151,7 @@ def test_help_names_every_command():
         (["bench", "--collective", "all_gahter"], "error: there is no collective 'all_gahter'. Did you mean 'all_gather'?"),
         (["bench", "--sizes", "0"], "error: size '0': expected a number of bytes above 0"),
         (["bench", "--ranks", "1"], "error: --ranks 1: one rank has nobody to talk to"),
+        (["bench", "--ranks", ""], "error: --ranks : expected numbers of ranks with commas between them"),
         (["bench", "--topology", "none.toml"], "error: none.toml: no such file"),
         (["bench", "--out", "text.txt"], "error: --out text.txt: cannot be made"),
         (["bench", "--save", "none/x.json"], "error: --save none/x.json: there is no folder none"),

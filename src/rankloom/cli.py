@@ -317,7 +317,7 @@ def bench(
     study = plan_bench(_words(collective), _words(algorithm or ""), parse_sizes(sizes), dtype, turns)
     place, folder = find_place(), out or Path("runs") / f"bench-{datetime.now():%Y-%m-%d-%H%M%S}"
     alone = place.launcher == "alone"
-    numbers = command.ranks_to_start(ranks or "2,4", topology, backend) if alone else [place.size]
+    numbers = command.ranks_to_start("2,4" if ranks is None else ranks, topology, backend) if alone else [place.size]
     if not alone and ranks not in (None, str(place.size)):
         raise ConfigError(f"--ranks {ranks}: {place.launcher} has started {place.size}; leave --ranks out")
     if place.rank == 0 and times is None:   # makes the folder, so after all other checks
