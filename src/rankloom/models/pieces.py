@@ -37,13 +37,22 @@ def gpt_pieces(model: GPT, part: Callable[[], SequencePart] = whole_sequences,
     if part is whole_sequences and any(getattr(hook, "cuts_tokens", False) for hook in model._forward_pre_hooks.values()):
         raise ConfigError("the model is context parallel, which cuts the tokens of its forward, and a pipeline calls its pieces: cut them "
                           "yourself and say by `part` which they are, or let rl.prepare do it on a mesh with pipe and context ranks")
-    # Each function refers to its own modules only, so that a rank that keeps one stage can free the rest.
+    # Each function refers to its own modules only, so that a rank that keeps one stage can free the rest. It is a `partial` of them, not a
+    # closure, which `copy.deepcopy` would not copy: a copied stage would run, and train, the modules of the first one.
     embedding, dropout, rotary, norm = model.embedding, model.embedding_dropout, model.rotary, model.norm
     head = model.head or embedding
-    return [({"embedding": embedding, "embedding_dropout": dropout}, lambda tokens: dropout(embedding(tokens))),
+    return [({"embedding": embedding, "embedding_dropout": dropout}, partial(_embed, embedding, dropout)),
             *(({f"blocks.{i}": block, "rotary": rotary}, partial(_run_block, block, rotary, part, inputs))
               for i, block in enumerate(model.blocks)),
-            ({"norm": norm, "embedding" if model.head is None else "head": head}, lambda x: BeforeOutput(norm(x), head.weight))]
+            ({"norm": norm, "embedding" if model.head is None else "head": head}, partial(_before_output, norm, head))]
+
+
+def _embed(embedding: nn.Module, dropout: nn.Module, tokens: Tensor) -> Tensor:
+    return dropout(embedding(tokens))   # type: ignore[no-any-return]
+
+
+def _before_output(norm: nn.Module, head: nn.Linear | nn.Embedding, x: Tensor) -> BeforeOutput:
+    return BeforeOutput(norm(x), head.weight)
 
 
 def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], SequencePart], inputs: Callable[[], Tensor] | None,

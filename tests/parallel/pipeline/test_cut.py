@@ -1,5 +1,6 @@
 """Stages keep the names of the whole model, and the cut is the best there is."""
 
+import copy
 from itertools import combinations, pairwise
 
 import pytest
@@ -46,7 +47,22 @@ def test_a_stage_is_let_go_of_the_rest_of_the_model():
     stage = make_stages(gpt_pieces(model), [1, 1, 3])[1]
     held = {id(p) for p in stage.parameters()}
     reachable = [cell.cell_contents for run in stage._runs for cell in (getattr(run, "func", run).__closure__ or ())]
+    reachable += [value for run in stage._runs for value in run.args]
     assert held == {id(p) for p in model.blocks[0].parameters()} and not any(isinstance(value, GPT) for value in reachable)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_copy_of_the_stages_of_a_gpt_computes_with_parameters_of_its_own(tie):
+    """Such as a running mean of the weights, torch's `AveragedModel`."""
+    stages = make_stages(gpt_pieces(GPT(GPTConfig(**CONFIG, tie=tie), dtype=torch.float64)), [1, 2, 2])
+    copies = copy.deepcopy(stages)
+    x = torch.arange(16).view(2, 8)
+    for stage in copies:
+        x = stage(x)
+    x.hidden.sum().backward(retain_graph=True)
+    x.weight.sum().backward()
+    assert all(p.grad is not None for stage in copies for p in stage.parameters())
+    assert all(p.grad is None for stage in stages for p in stage.parameters())
 
 
 @pytest.mark.parametrize("times", [[1, 1, 1, 1, 4], [3, 1, 2, 5, 1, 1, 2], [0, 0, 0, 1], [5, 4, 3, 2, 1, 1]])

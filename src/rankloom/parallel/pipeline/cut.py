@@ -2,7 +2,7 @@
 
 A piece is some modules under their names in the model, and a function that runs them. A stage keeps these names, so that checkpoints do not
 depend on the cut. A function may have a method `then`, which takes the function of the next piece and returns one that runs both, or None;
-a stage calls it.
+a stage calls it. If stages are to be copied, write a function as a `partial` of its modules: what a closure refers to is not copied.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
