@@ -1366,6 +1366,10 @@ static int read_lengths(Link *l, Op *op, PyObject *lengths)
     return op->table != NULL;
 }
 
+/* Py_RETURN_NONE counts no reference in the headers of Python 3.12 and later, not even for the interface of 3.11: there each such return
+ * would use up one of None's, until the interpreter ends. */
+static PyObject *none(void) { return Py_NewRef(Py_None); }
+
 /* The result of a call: why it failed, or 0; NULL if a signal handler has raised. */
 static PyObject *answer(int why) { return PyErr_Occurred() ? NULL : PyLong_FromLong(why); }
 
@@ -1560,14 +1564,14 @@ static PyObject *link_drop(Link *l, PyObject *handle)
 {
     Message *m = PyLong_AsVoidPtr(handle);
     if (is_forked(l) || !m)   /* 0: it was never posted */
-        Py_RETURN_NONE;
+        return none();
     PyThreadState *state = lock_post(l);
     if (m->done)
         free(m);
     else
         m->orphan = 1;
     unlock_post(l, state);
-    Py_RETURN_NONE;
+    return none();
 }
 
 /* add_region(id, address, stride): rank r's part begins at address + r * stride. id: 1 to 63, the same on all ranks. */
@@ -1592,7 +1596,7 @@ static PyObject *link_drop_region(Link *l, PyObject *id)
 {
     uint32_t gone = (uint32_t)PyLong_AsUnsignedLong(id);
     if (is_forked(l))
-        Py_RETURN_TRUE;
+        return PyBool_FromLong(1);
     pthread_mutex_lock(&l->lock);
     int idle = !l->running && !l->first;
     for (int i = 0; idle && i < l->region_count; i++)
@@ -1608,14 +1612,14 @@ static PyObject *link_break_off(Link *l, PyObject *const *args, Py_ssize_t n)
     CHECKED(2);
     if (!is_forked(l))
         break_group(l, (int)NUMBER(0), (int)NUMBER(1));
-    Py_RETURN_NONE;
+    return none();
 }
 
 /* leave(): this rank makes no more calls, and ranks that wait for it are told. Ends this rank's threads. */
 static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
 {
     if (is_forked(l) || atomic_exchange(&l->closing, 1))   /* two threads may leave at once */
-        Py_RETURN_NONE;
+        return none();
     PyThreadState *state = PyEval_SaveThread();
     pthread_mutex_lock(&l->lock);   /* who has tested `closing` before sleeps by now, and hears the signals */
     pthread_mutex_lock(&l->post);
@@ -1631,7 +1635,7 @@ static PyObject *link_leave(Link *l, PyObject *Py_UNUSED(none))
     if (l->has_postman)
         pthread_join(l->postman, NULL);
     PyEval_RestoreThread(state);
-    Py_RETURN_NONE;
+    return none();
 }
 
 /* status() -> (why, blamed rank or -1, [number of meetings of each rank], [letter_of each rank]) */
