@@ -112,9 +112,9 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
-def train(world: rl.World, case: Case, **more) -> dict[str, torch.Tensor]:
-    """What must be equal: loss, norm and count of every step, and the whole state at the end."""
-    model = build(case, more.pop("layers", layers_of(world.mesh, case)))
+def train(world: rl.World, case: Case, *, layers: int | None = None, **more) -> dict[str, torch.Tensor]:
+    """What must be equal: loss, norm and count of every step, and the whole state at the end. layers: left out, as the mesh needs"""
+    model = build(case, layers or layers_of(world.mesh, case))
     pipe = {"pipe": case.schedule, "accumulate": max(2, world.mesh.pipe)} if world.mesh.pipe > 1 else {}
     engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=case.stage, clip=0.5, **(pipe | more))
     rows = engine.group

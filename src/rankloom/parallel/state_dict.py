@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -133,11 +132,11 @@ def shapes_in(state: Mapping[str, Any]) -> dict[str, torch.Size]:
     return {name: torch.Size() if is_extra(name) else value.shape for name, value in state.items()}
 
 
-def without_values(state: Any, where: str, own: Mapping[str, Any] = MappingProxyType({})) -> str | None:
+def without_values(state: Any, where: str, own: Mapping[str, Any]) -> str | None:
     """What of a state dict that a user gave is no tensor with values, in words, or None.
 
     where: begins the text
-    own:   the model's own tensors, where they are at hand: a sparse buffer is loaded from a sparse tensor
+    own:   the model's own tensors that may be sparse: they are loaded from sparse ones
     """
     if not isinstance(state, Mapping):
         return f"{where}: a {type(state).__name__} was given as state dict, expected the names of tensors with their values"

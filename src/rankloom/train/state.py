@@ -85,7 +85,7 @@ def _unusable(whole: Mapping[str, Mapping[str, Any]], where: str) -> str | None:
     bare = next((name for name, held in whole["optimizer"].get("state", {}).items() if not isinstance(held, Mapping)), None)
     if bare is not None:
         return f"{where}: the optimizer state of {bare!r} has no values by name, such as 'exp_avg'"
-    return without_values(whole["model"], where)
+    return without_values(whole["model"], where, own={})
 
 
 def _expect_one_state(world: World, whole: Mapping[str, Mapping[str, Any]], run: Mapping[str, Any]) -> None:
