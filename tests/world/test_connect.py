@@ -1,0 +1,56 @@
+"""How ranks are connected: what gloo's thread may interrupt."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import rankloom as rl
+from rankloom.world.connect import NO_PRIORITY, starting_threads_that_wait_for_their_turn
+
+
+def policy_of_a_new_thread():
+    """The scheduling policy of a thread that this one starts."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_gloos_thread_interrupts_no_rank_that_it_might_then_wait_for():
+    rl.simulate(2, lambda world: world.all_reduce(torch.ones(1)), backend="gloo")
+    loops = [int(task.name) for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    assert loops and {os.sched_getscheduler(thread) for thread in loops} == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == policy_of_a_new_thread() == os.SCHED_OTHER, "and only that one"
+
+
+def test_a_policy_that_the_user_has_chosen_stays():
+    def chosen():
+        os.sched_setscheduler(0, os.SCHED_IDLE, NO_PRIORITY)
+        with starting_threads_that_wait_for_their_turn():
+            policies.append(policy_of_a_new_thread())
+        policies.append(os.sched_getscheduler(0))
+
+    policies = []
+    thread = threading.Thread(target=chosen)
+    thread.start()
+    thread.join()
+    assert policies == [os.SCHED_IDLE, os.SCHED_IDLE]
+
+
+def test_where_the_system_permits_no_other_policy_ranks_connect_all_the_same(monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with starting_threads_that_wait_for_their_turn():
+        assert policy_of_a_new_thread() == os.SCHED_OTHER
+
+
+def test_an_error_inside_leaves_the_thread_as_it_was():
+    with pytest.raises(KeyError), starting_threads_that_wait_for_their_turn():
+        raise KeyError
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
