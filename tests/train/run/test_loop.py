@@ -384,3 +384,9 @@ def test_ranks_that_share_their_rows_end_an_evaluation_with_the_same_batch_which
     config = table(mesh={axis: 2}, model={"layers": 2}, schedule={"warmup_steps": 0},
                    train={"steps": 1, "global_batch_size": 2, "deterministic": False})
     assert simulate(Mesh(**{axis: 2}), body) == [(signal.SIGINT, None)] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_all_memory_of_all_hosts_cannot_hold_is_refused_before_it_is_built(table, ranks):
+    with pytest.raises(ConfigError, match=r"the model has 1[\d,]{15,} parameters: .* take [\d,]+ GiB, and all hosts .* have [\d,]+ GiB"):
+        run(table(model={"width": 1 << 24}), ranks)

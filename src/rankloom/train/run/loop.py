@@ -23,7 +23,7 @@ from rankloom.train.prepare import prepare
 from rankloom.train.run.config import shared_settings, with_ranks
 from rankloom.train.run.finish import Summary, finish_run, save_weights
 from rankloom.train.run.folder import Journal
-from rankloom.train.run.job import Job, introduce, open_corpus, open_run
+from rankloom.train.run.job import Job, expect_room, introduce, open_corpus, open_run
 from rankloom.train.run.optim import build_optimizer, schedule
 from rankloom.train.run.resume import resume, save_in_run
 from rankloom.train.run.schema import Config
@@ -54,6 +54,7 @@ def train(config: Config, world: World, sink: Sink) -> Summary:
         corpus = open_corpus(config, world, both)
         job = Job(config, world, run, both, corpus, config.gpt(corpus.vocab_size))
         introduce(job)
+        expect_room(job)
         if config.train.evaluate:
             job.samples(corpus.validation)   # raises now, not after the last step, if the text is too short
         stepper = Stepper(job, journal)
