@@ -41,11 +41,13 @@ def test_a_policy_that_the_user_has_chosen_stays():
     assert policies == [os.SCHED_IDLE, os.SCHED_IDLE]
 
 
-def test_where_the_system_permits_no_other_policy_ranks_connect_all_the_same(monkeypatch):
+@pytest.mark.parametrize("call", ["sched_getscheduler", "sched_setscheduler"])
+def test_where_the_system_permits_no_other_policy_ranks_connect_all_the_same(call, monkeypatch):
     def refuse(*_):
+        monkeypatch.undo()
         raise PermissionError
 
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    monkeypatch.setattr(os, call, refuse)
     with starting_threads_that_wait_for_their_turn():
         assert policy_of_a_new_thread() == os.SCHED_OTHER
 

@@ -1,6 +1,7 @@
 """Ranks as threads: results, the first failure, and that nobody is left waiting because of it."""
 
 import _thread
+import os
 import subprocess
 import sys
 import threading
@@ -390,7 +391,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 def test_one_thread_moves_the_bytes_of_all_groups_of_a_process_and_a_fork_has_its_own():
-    subprocess.run([sys.executable, "-c", BYTES_MOVED_BY], check=True)
+    subprocess.run([sys.executable, "-c", BYTES_MOVED_BY], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})   # no threads of torch
 
 
 @pytest.mark.parametrize("operator", [torch.ops.aten.sinc, torch.ops.c10d.monitored_barrier_], ids=str)   # hardly used

@@ -136,17 +136,16 @@ def starting_threads_that_wait_for_their_turn() -> Iterator[None]:
     the rank, find a reply on that connection, and ask for the lock, without sleep, until its time is over: milliseconds. That was 7 % of a
     step of an 11M GPT on 2 ranks, each with a core of its own.
     """
-    policy = os.sched_getscheduler(0)   # of this thread; the ones it starts inherit it
-    if policy != os.SCHED_OTHER:   # chosen by the user
-        yield
-        return
+    changed = False
     with suppress(OSError):   # a sandbox may refuse: then gloo is as slow as it was
-        os.sched_setscheduler(0, os.SCHED_BATCH, NO_PRIORITY)
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:   # of this thread, and those it starts inherit it; another is the user's choice
+            os.sched_setscheduler(0, os.SCHED_BATCH, NO_PRIORITY)
+            changed = True
     try:
         yield
     finally:
-        with suppress(OSError):
-            os.sched_setscheduler(0, policy, NO_PRIORITY)
+        if changed:
+            os.sched_setscheduler(0, os.SCHED_OTHER, NO_PRIORITY)
 
 
 def expect_cpu_backend(group: Group) -> None:
