@@ -123,18 +123,14 @@ def expect_room(job: Job) -> None:
     However it is cut, some rank holds the value and the gradient of each parameter, 4 bytes each. That more fits is not said.
     raises: ConfigError, on all ranks
     """
-    here = _memory_of_this_host() if job.world.local_rank == 0 else 0
+    here = psutil.virtual_memory().total + psutil.swap_memory().total if job.world.local_rank == 0 else 0
+    if job.world.device.type == "cuda":   # its own: Slurm may show it no other
+        here += torch.cuda.get_device_properties(job.world.device).total_memory
     there = sum(job.world.all_gather_object(here, label="memory of the hosts"))
     count = parameter_count(job.shape)
     if 8 * count > there:
         raise ConfigError(f"the model has {count:,} parameters: their values and gradients alone take {8 * count / 2**30:,.0f} GiB, and "
                           f"all hosts with their GPUs have {there / 2**30:,.0f} GiB; choose a smaller model.preset, width or layers")
-
-
-def _memory_of_this_host() -> int:
-    """Bytes, with those of its GPUs."""
-    gpus = range(torch.cuda.device_count())
-    return psutil.virtual_memory().total + psutil.swap_memory().total + sum(torch.cuda.get_device_properties(i).total_memory for i in gpus)
 
 
 def _experts(moe: MoEConfig, layers: int, ranks: int) -> str:
