@@ -1,10 +1,10 @@
 """Where the time of a step goes on one GPU: its kernels by kind, and the gaps in which none runs.
 
     python benchmarks/gpu_profile.py                                   # a CUDA device: stage 3 and FSDP2, the 1.24B Llama shape
-    python benchmarks/gpu_profile.py --variants "ours, stage 3" "FSDP2 compiled, kept"
+    python benchmarks/gpu_profile.py --variants "ours, stage 0" "ours, stage 0, fp8"
     python benchmarks/gpu_profile.py --small                           # the same script at toy size, on whatever there is
 
-Variants are those of gpu_sharded.py, part `speed`, each in a process of its own. "step" is the median of steps that nobody watches; the
+Variants are those of gpu_sharded.py, part `speed`, and stage 0 in bf16 and fp8, each in a process of its own. "step" is the median of steps that nobody watches; the
 rest is of two steps under torch's profiler, which slows Python, and so widens gaps. A kernel's kind is told by its name.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from common import Words, count, keep, machine, run_alone, show, synchronize
-from gpu_sharded import VARIANTS, WARM_UP, run, shape, step_of, tokens_of
+from gpu_sharded import VARIANTS, WARM_UP, Variant, run, shape, step_of, tokens_of
 from torch.profiler import ProfilerActivity, profile
 
 import rankloom as rl
@@ -26,11 +26,13 @@ import rankloom as rl
 KINDS = {   # kind: parts of kernels' names; the first that fits counts
     "attention": ("sdpa", "fmha", "flash", "compute_dot_do_o", "convert_dq", "scaled_dot_product"),
     "compiled": ("triton_",),
+    "casts to 8 bits": ("cast_twice",),
     "products": ("nvjet", "gemm", "cutlass", "splitk", "aten::mm", "aten::addmm"),
     "optimizer": ("fusedoptimizer", "adam"),
     "conversions": ("copy", "memcpy"),
 }
-SPEED = [name for name, variant in VARIANTS.items() if variant.part == "speed"]
+WATCHED = {name: variant for name, variant in VARIANTS.items() if variant.part == "speed"} | {
+    "ours, stage 0": Variant("profile", "ours", stage=0), "ours, stage 0, fp8": Variant("profile", "ours", stage=0, precision="fp8")}
 STEPS = 2    # under the profiler
 LONGEST = 12   # kernels that are listed
 Span = tuple[float, float]   # microseconds: begin, end
@@ -67,7 +69,7 @@ def kernels_of(events: Sequence[Any], device: torch.device) -> list[tuple[str, S
 
 def worker(args: argparse.Namespace) -> None:
     """One variant: its steps timed, then watched."""
-    variant = VARIANTS[args.only]
+    variant = WATCHED[args.only]
     torch.set_float32_matmul_precision("high")
     config, rows = shape(variant, args.small)
     world = rl.init(rl.Mesh(shard=1))
@@ -99,7 +101,7 @@ def main() -> None:
     parser = Words(__doc__, worker, gpu=True)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--repeat", type=count, default=10)
-    parser.add_argument("--variants", nargs="+", choices=SPEED, default=["FSDP2 compiled", "ours, stage 3"])
+    parser.add_argument("--variants", nargs="+", choices=WATCHED, default=["FSDP2 compiled", "ours, stage 3"])
     args = parser.read()
     where, table = machine(), []
     print(where, flush=True)

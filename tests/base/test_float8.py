@@ -170,7 +170,7 @@ def test_the_kernel_is_launched_on_the_device_where_the_matrix_lies(monkeypatch)
         def __getitem__(self, grid):
             return lambda x, *args, **more: launched.append((x is current[-1], grid))
 
-    monkeypatch.setattr(float8_kernel, "_kernel", Kernel())
+    monkeypatch.setattr(float8_kernel, "_cast_twice_kernel", Kernel())
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     x = normal(130, 32).bfloat16()
     float8_kernel.by_rows_and_columns(x, E4M3, torch.ones(1, 1))

@@ -101,6 +101,22 @@ def test_weights_are_cast_once_a_step_where_they_are_whole_and_travel_in_eight_b
     assert rl.simulate(2, body) == [{0: True, 1: True, 3: True}] * 2
 
 
+def test_an_evaluation_casts_each_whole_weight_once_for_all_batches_and_keeps_none():
+    def body(world):
+        engine, seen = engine_on(world, "delayed"), []
+        engine.step(torch.ones(4, 32))
+        before = engine.full_state_dict()["optimizer"]["run"]["amax"]
+        layer = engine.model.blocks[0][1]
+        layer.register_forward_hook(lambda module, args, output: seen.append(module.held[0].data.data_ptr()))
+        engine.evaluate([torch.ones(4, 32)] * 3)
+        assert layer.held is None
+        after = engine.full_state_dict()["optimizer"]["run"]["amax"]
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        return len(seen), len({*seen})
+
+    assert rl.simulate(2, body) == [(3, 1)] * 2
+
+
 def test_what_computes_in_full_and_what_the_recipe_keeps_stays():
     chosen = Recipe(keep=("twice",))
     def body(world):

@@ -15,7 +15,7 @@ def _eight(values, inverse, limit: tl.constexpr, dtype: tl.constexpr):   # type:
 
 
 @jit
-def _kernel(x, inverse, written, shape, limit: tl.constexpr, tile: tl.constexpr):   # type: ignore[no-untyped-def, name-defined]
+def _cast_twice_kernel(x, inverse, written, shape, limit: tl.constexpr, tile: tl.constexpr):   # type: ignore[no-untyped-def, name-defined]
     rows, columns = written
     m, n, down, right = shape
     i = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
@@ -33,6 +33,6 @@ def by_rows_and_columns(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> tuple
     m, n = x.shape
     written = x.new_empty(m, n, dtype=dtype), x.new_empty(n, m, dtype=dtype)
     with torch.cuda.device_of(x):   # Triton launches on the current device of the thread
-        _kernel[(-(-m // TILE), -(-n // TILE))](x, inverse, written, (m, n, *x.stride()), limit=torch.finfo(dtype).max, tile=TILE,
-                                                num_warps=WARPS)
+        run = _cast_twice_kernel[(-(-m // TILE), -(-n // TILE))]
+        run(x, inverse, written, (m, n, *x.stride()), limit=torch.finfo(dtype).max, tile=TILE, num_warps=WARPS)
     return written

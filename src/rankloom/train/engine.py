@@ -164,7 +164,8 @@ class Engine:
         begin = time.perf_counter()
         self.placement.expect_own_values()
         self._experts.forget_auxiliary()
-        with evaluating(self.model), several_batches(batches, self.world_rank):
+        whole = isinstance(self.placement, ReplicatedPlacement)
+        with evaluating(self.model), several_batches(batches, self.world_rank), self.settings.float8.weights_cast(whole=whole):
             losses = [self._call_loss(map_tensors(lambda t: t.to(self.group.device), batch))[1]
                       for batch in self.placement.together(batches)]
         total, count = self._total(losses)

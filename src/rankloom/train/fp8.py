@@ -21,7 +21,8 @@ Read base/float8.py first.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class Recipe:
     """How tensors are cast to 8 bits.
 
     scaling: "tensor": one scale per matrix; "row": one per row (or per column, where a product sums over rows)
-    timing:  "current": scale by a tensor's own largest magnitude; "delayed": by that of the last `history` steps, which saves a pass
+    timing:  "current": scale by a tensor's own largest magnitude; "delayed": by that of the last `history` steps, so a cast need not wait
     history: number of steps remembered
     margin:  powers of two left free above the remembered magnitude, as headroom for growth
     keep:    patterns of layers that are not converted (`blocks.0.*`), beside those that never are: see `plan_float8`
@@ -261,6 +262,19 @@ class Float8Layers:
         """
         if self.history:
             self.history.abandon_step()   # clear what a failed step left behind
+        self._cast_all(whole)
+
+    @contextmanager
+    @torch.no_grad()
+    def weights_cast(self, *, whole: bool) -> Iterator[None]:
+        """A context between two steps, in which no weight changes: each is cast once. whole, memory: see `begin_step`"""
+        self._cast_all(whole)
+        try:
+            yield
+        finally:
+            self.drop_casts()
+
+    def _cast_all(self, whole: bool) -> None:
         self._cast = list(self.layers.values()) if whole else []
         for layer, both in zip(self._cast, cast_weights(self._cast)):
             layer.held = both

@@ -13,7 +13,7 @@ WARPS = 8
 
 
 @jit
-def _kernel(targets, pieces, n, mean: tl.constexpr, wide: tl.constexpr, block: tl.constexpr):   # type: ignore[no-untyped-def, name-defined]
+def _add_up_kernel(targets, pieces, n, mean: tl.constexpr, wide: tl.constexpr, block: tl.constexpr):   # type: ignore[no-untyped-def, name-defined]
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < n
     total = tl.load(pieces[0] + at, mask=inside).to(wide)
@@ -31,4 +31,4 @@ def add_up(targets: Sequence[Tensor], pieces: Sequence[Tensor], mean: bool) -> N
     targets, pieces: [n], of one float dtype; a target may be one of the pieces
     """
     n, wide = pieces[0].numel(), tl.float64 if pieces[0].dtype == torch.float64 else tl.float32
-    _kernel[(-(-n // BLOCK),)](tuple(targets), tuple(pieces), n, mean=mean, wide=wide, block=BLOCK, num_warps=WARPS)
+    _add_up_kernel[(-(-n // BLOCK),)](tuple(targets), tuple(pieces), n, mean=mean, wide=wide, block=BLOCK, num_warps=WARPS)
