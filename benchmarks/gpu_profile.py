@@ -4,8 +4,9 @@
     python benchmarks/gpu_profile.py --variants "ours, stage 0" "ours, stage 0, fp8"
     python benchmarks/gpu_profile.py --small                           # the same script at toy size, on whatever there is
 
-Variants are those of gpu_sharded.py, part `speed`, and stage 0 in bf16 and fp8, each in a process of its own. "step" is the median of steps that nobody watches; the
-rest is of two steps under torch's profiler, which slows Python, and so widens gaps. A kernel's kind is told by its name.
+Variants are those of gpu_sharded.py, part `speed`, and stage 0 in bf16 and fp8, each in a process of its own. "step" is the median of
+steps that nobody watches; the rest is of two steps under torch's profiler, which slows Python, and so widens gaps. A kernel's kind is
+told by its name.
 """
 
 import argparse

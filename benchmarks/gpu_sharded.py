@@ -93,8 +93,8 @@ def ours(variant: Variant, config: GPTConfig, world: rl.World, compiled: bool) -
     if compiled:
         model.loss_kernel = torch.compile(loss_and_gradient)
     memory: dict[str, Any] = {"offload": True, "initialize": initial_values(model, 0)} if variant.offload else {}
-    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=variant.stage, clip=1.0, precision=variant.precision,
-                        compile=compiled, recompute=variant.recompute, **memory)
+    engine = rl.prepare(model, loss=language_model_loss, optimizer=adamw, world=world, stage=variant.stage, clip=1.0,
+                        precision=variant.precision, compile=compiled, recompute=variant.recompute, **memory)
     return lambda batch: engine.step(batch).loss
 
 

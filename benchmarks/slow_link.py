@@ -30,7 +30,8 @@ from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.choose import in_two_levels
 from rankloom.comm.compress import compressed_all_reduce
 from rankloom.comm.quantize import INT8
-from rankloom.comm.two_levels import TwoLevels
+from rankloom.comm.ring import ring_all_reduce
+from rankloom.comm.two_levels import TwoLevels, all_reduce_in_pieces
 from rankloom.world.agent import LEASH
 
 INTERFACE, PORT = "slow", 29555
@@ -38,7 +39,7 @@ BURST = "32kb"          # what may pass at full speed after a pause: a quarter o
 SEGMENT = "16384"       # bytes that the kernel hands over at once; a network card cuts them in packets, here nobody need
 ADDRESS = "10.77.0.{}"
 BARS = {"int8": 3.7, "int4": 7, "1bit": 20, "powersgd": 50, "hierarchical": 1.4,
-        "hierarchical, int8 between": 5.5, "hierarchical, int8 between, shared memory inside": 5.5}
+        "hierarchical, int8 between": 5.5, "hierarchical, int8 between, by rankloom": 5.5}
 
 
 # ---------------------------------------------------------------------- two hosts and a wire
@@ -151,15 +152,18 @@ def sent_by_interface() -> int:
 
 
 def variants(world: rl.World, side: int) -> dict[str, tuple[Callable[[torch.Tensor, rl.World], object], rl.World]]:
-    """What is compared, and over which world: ranks of a host talk over gloo there too, or over shared memory. The first is the base."""
+    """What is compared, and over which world: gloo's, or that of our backend, whose sums inside a host go through shared memory, and whose
+    messages over TCP. The first is the base.
+    """
     base = {"gloo, fp32": (lambda x, group: group.all_reduce(x), world)}
     if world.size == 2:
         names = ("bf16", "int8", "int4", "1bit", "topk", "powersgd")
         return base | {name: (compressed_all_reduce(name, [(0, (side, side))]), world) for name in names}
     near = rl.init(backend="rankloom")
-    return base | {"hierarchical": (in_two_levels(), world),
+    return base | {"fp32, by rankloom": (lambda x, group: group.all_reduce(x), near),
+                   "hierarchical": (all_reduce_in_pieces, world), "hierarchical, not in pieces": (in_two_levels(ring_all_reduce), world),
                    "hierarchical, int8 between": (TwoLevels(Blockwise(INT8)), world),
-                   "hierarchical, int8 between, shared memory inside": (TwoLevels(Blockwise(INT8)), near)}
+                   "hierarchical, int8 between, by rankloom": (TwoLevels(Blockwise(INT8)), near)}
 
 
 def worker(args: argparse.Namespace) -> None:

@@ -2,15 +2,18 @@
 
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
 
 import rankloom as rl
+from rankloom.comm import two_levels
 from rankloom.comm.blockwise import Blockwise
+from rankloom.comm.hierarchical import hierarchical_all_reduce_bill
 from rankloom.comm.messages import post, start_all_gather, start_all_to_all
 from rankloom.comm.quantize import INT8, ONE_BIT, Floats
-from rankloom.comm.two_levels import TwoLevels, cut_in_pieces
+from rankloom.comm.two_levels import TwoLevels, all_reduce_in_pieces, cut_in_pieces
 
 EXACT = Floats(torch.float32)   # as a format: nothing is lost
 NODES = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5)),
@@ -39,6 +42,43 @@ def test_sums_are_exact_where_the_format_is_and_every_rank_pays_its_bill(nodes, 
     exact = sum(whole(n, rank) for rank in range(ranks_of(nodes)))
     for x, paid, bill in rl.simulate(ranks_of(nodes), body):
         assert torch.equal(x, exact) and paid == bill
+
+
+def sum_in_pieces(nodes, n, world):
+    world.topology = rl.Topology(nodes)
+    x = all_reduce_in_pieces(whole(n, world.rank), world)
+    return x, rl.Bill(sent=world.ledger.bytes, messages=world.ledger.messages)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_an_exact_sum_in_pieces_is_right_for_any_length(nodes, n, monkeypatch):
+    monkeypatch.setattr(two_levels, "PIECE", 100)
+    exact = sum(whole(n, rank) for rank in range(ranks_of(nodes)))
+    for x, _ in rl.simulate(ranks_of(nodes), partial(sum_in_pieces, nodes, n)):
+        assert torch.equal(x, exact)
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_an_exact_sum_in_pieces_sends_as_many_bytes_as_a_whole_one_and_as_many_messages_for_each_piece(nodes, monkeypatch):
+    monkeypatch.setattr(two_levels, "PIECE", 120)
+    n, slices = 7200, len(nodes[0])
+    goes_in_pieces = len(nodes) > 1 and len({*map(len, nodes)}) == 1
+    for rank, (_, paid) in enumerate(rl.simulate(ranks_of(nodes), partial(sum_in_pieces, nodes, n))):
+        bill = hierarchical_all_reduce_bill(n, nodes, 4, rank)
+        pieces = n // (slices * 120) if goes_in_pieces else 1
+        assert (paid.sent, paid.messages) == (bill.sent, pieces * bill.messages)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.float64])
+def test_an_exact_sum_in_pieces_is_one_of_every_dtype(dtype):
+    def body(world):
+        world.topology = rl.Topology(((0, 1), (2, 3)))
+        return all_reduce_in_pieces((whole(1001, world.rank) % 8).to(dtype).view(7, 143), world)
+
+    exact = sum(whole(1001, rank) % 8 for rank in range(4)).to(dtype).view(7, 143)
+    for x in rl.simulate(4, body):
+        assert torch.equal(x, exact) and x.dtype == dtype
 
 
 @pytest.mark.parametrize("form", [INT8, ONE_BIT], ids=["int8", "1bit"])

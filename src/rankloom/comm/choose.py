@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 
 from torch import Tensor
 
+from rankloom.base.compression import HIERARCHICAL
 from rankloom.base.errors import ConfigError, ShapeMismatch, did_you_mean
 from rankloom.base.expect import expect_callable
 from rankloom.base.quantities import show_bytes, show_seconds
@@ -20,7 +21,7 @@ from rankloom.comm.algorithms import ALGORITHMS
 from rankloom.comm.hierarchical import hierarchical_all_reduce
 from rankloom.comm.operands import widening
 from rankloom.comm.price import BACKEND, Price, algorithms_on, needs_tags, price, route
-from rankloom.comm.ring import ring_all_reduce
+from rankloom.comm.two_levels import all_reduce_in_pieces
 from rankloom.world.group import Group
 
 AllReduce = Callable[[Tensor, Group], Tensor]
@@ -88,14 +89,14 @@ def auto_all_reduce(x: Tensor, group: Group) -> Tensor:
     return group.all_reduce(x) if algorithm is None else algorithm(x, group)
 
 
-def in_two_levels(between: AllReduce = ring_all_reduce) -> AllReduce:
+def in_two_levels(between: AllReduce) -> AllReduce:
     """The hierarchical all-reduce over the nodes of the group's topology. between: the all-reduce between nodes"""
     return lambda x, group: hierarchical_all_reduce(x, group, group.topology.nodes, between=between)
 
 
 _ALGORITHMS: dict[str, AllReduce | None] = {
     BACKEND: None, AUTO: auto_all_reduce, **{name: algorithm.run for name, algorithm in ALGORITHMS["all_reduce"].items()},
-    "hierarchical": in_two_levels(),
+    HIERARCHICAL: all_reduce_in_pieces,
 }
 
 

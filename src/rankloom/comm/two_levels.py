@@ -1,14 +1,14 @@
-"""A compressed all-reduce in two levels: exact inside a node, comm/blockwise.py between nodes.
+"""The all-reduce of comm/hierarchical.py piece by piece: while one travels between nodes, the next travels inside.
 
-    inside     reduce-scatter in fp32: this rank has the node's sum of its slice of the piece
-    between    the stages of comm/blockwise.py on this slice, with the ranks at the same place in the other nodes
+    inside     reduce-scatter: this rank has the node's sum of its slice of the piece
+    between    an all-reduce of this slice with the ranks at the same place in the other nodes: exact, or that of comm/blockwise.py
     inside     all-gather of the finished slices
 
-While one piece travels between nodes, the next travels inside, so the slow link is never idle. Where nodes differ in size, and on
-a GPU, comm/hierarchical.py does the same without overlap.
+So the slow link is never idle. Where nodes differ in size, and on a GPU, comm/hierarchical.py does the same without overlap.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -17,12 +17,35 @@ from rankloom.comm.blockwise import Blockwise, staggered
 from rankloom.comm.hierarchical import hierarchical_all_reduce, hierarchical_all_reduce_bill
 from rankloom.comm.lossy import LABEL, Compressed
 from rankloom.comm.messages import post
+from rankloom.comm.operands import summand, summing_dtype
 from rankloom.comm.subgroup import Subgroup
 from rankloom.world.group import Group
 
+EXACT, PIECE = "hierarchical_all_reduce", 1 << 18   # the label of an exact sum, and how many values of a slice travel together
+
+def all_reduce_in_pieces(x: Tensor, group: Group) -> Tensor:
+    """Sum `x` over the group, in place: exact, over the nodes of the group's topology. Every rank ends with the same bits.
+
+    x:      any shape of n elements, contiguous, the same on each of p ranks
+    sent:   as much as by `hierarchical_all_reduce`, in 2(s-1) + 2(m-1) messages for each piece, with s ranks in each of m nodes
+    memory: five pieces
+    raises: NotContiguous; ConfigError for bool
+    """
+    flat = summand(x, group, EXACT)
+    if not _overlaps(group) or flat.dtype != summing_dtype(flat.dtype):
+        return hierarchical_all_reduce(x, group, group.topology.nodes)
+    inside, across = _levels_of(group)
+
+    def between(mine: Tensor) -> Iterator[None]:
+        return _sum_slices(mine.tensor_split(across.size), across, EXACT)
+
+    staggered([_sum_slices([flat[start:end] for start, end in spans], inside, EXACT, between)
+               for spans in cut_in_pieces(len(flat), PIECE, inside.size)])
+    return x
+
 
 class TwoLevels(Compressed):
-    """The all-reduce of this file, over the nodes of the group's topology.
+    """The all-reduce of this file, compressed between nodes, over the nodes of the group's topology.
 
     sent:   inside a node of s ranks 2(s-1) messages for each piece, 2n(s-1)/s fp32 values; between nodes as `between`, of n/s values
     memory: the errors, as `between` keeps them for n/s values
@@ -34,31 +57,15 @@ class TwoLevels(Compressed):
         self.between = between
 
     def _sum(self, values: Tensor, group: Group) -> None:
-        nodes, node = group.topology.nodes, group.topology.node_of(group.rank)
         if not _overlaps(group):
-            hierarchical_all_reduce(values, group, nodes, between=self.between)
+            hierarchical_all_reduce(values, group, group.topology.nodes, between=self.between)
             return
-        inside = Subgroup(group, nodes[node])
-        across = Subgroup(group, [other[inside.rank] for other in nodes])
+        inside, across = _levels_of(group)
         step = self.between.step(across.size)   # values of a slice
         pieces = [[values[start:end] for start, end in spans] for spans in cut_in_pieces(len(values), step, inside.size)]
         self.between.remember(sum(len(slices[inside.rank]) for slices in pieces), across)
-        staggered([self._stages(at * step, slices, inside, across) for at, slices in enumerate(pieces)])
-
-    def _stages(self, at: int, slices: list[Tensor], inside: Group, across: Group) -> Iterator[None]:
-        """Sum one piece, cut in slices. at: where this rank's slice begins among all its slices"""
-        mine = slices[inside.rank]
-        inbox = list(mine.new_empty(inside.size, len(mine)))
-        arrived = post(slices, inbox, inside, label=LABEL)
-        yield
-        arrived()
-        for rank, part in enumerate(inbox):
-            if rank != inside.rank:
-                mine.add_(part)
-        yield from self.between.stages(at, mine, across)
-        arrived = post([mine] * inside.size, slices, inside, label=LABEL)
-        yield
-        arrived()
+        staggered([_sum_slices(slices, inside, LABEL, partial(self.between.stages, at * step, group=across))
+                   for at, slices in enumerate(pieces)])
 
     def held(self) -> int:
         """Bytes kept between steps."""
@@ -92,6 +99,35 @@ def cut_in_pieces(n: int, step: int, s: int) -> list[list[tuple[int, int]]]:
     each = [(end - start + s - 1) // s for start, end in pieces]
     return [[(min(start + k * length, end), min(start + (k + 1) * length, end)) for k in range(s)]
             for (start, end), length in zip(pieces, each)]
+
+
+def _sum_slices(slices: Sequence[Tensor], group: Group, label: str,
+                then: Callable[[Tensor], Iterator[None]] | None = None) -> Iterator[None]:
+    """Sum slices over the group, in place: each rank its own one, and all get all. Each stage starts messages that the next waits for.
+
+    slices: one for each rank, of the same sizes on all ranks
+    then:   more stages, of this rank's sum, before it is sent to the others
+    """
+    mine = slices[group.rank]
+    inbox = list(mine.new_empty(group.size, len(mine)))
+    arrived = post(slices, inbox, group, label=label)
+    yield
+    arrived()
+    for rank, part in enumerate(inbox):
+        if rank != group.rank:
+            mine.add_(part)
+    if then:
+        yield from then(mine)
+    arrived = post([mine] * group.size, slices, group, label=label)
+    yield
+    arrived()
+
+
+def _levels_of(group: Group) -> tuple[Subgroup, Subgroup]:
+    """The ranks of this rank's node, and those at its place in each node."""
+    nodes = group.topology.nodes
+    inside = Subgroup(group, nodes[group.topology.node_of(group.rank)])
+    return inside, Subgroup(group, [node[inside.rank] for node in nodes])
 
 
 def _overlaps(group: Group) -> bool:
