@@ -1,6 +1,6 @@
 """Compressed and hierarchical all-reduce over a real slow link: two hosts joined by 100 Mbit/s and by 1 Gbit/s.
 
-    sudo python benchmarks/slow_link.py
+    sudo .venv/bin/python benchmarks/slow_link.py
 
 The hosts are two network namespaces of this machine, joined by a pair of virtual interfaces that `tc tbf` limits at both ends. The
 script makes and removes them; it needs root, `ip` and `tc` (Debian: apt install iproute2), and says so where it cannot.

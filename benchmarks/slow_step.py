@@ -1,6 +1,6 @@
 """A training step over a real slow link, sharded, with exact and with compressed gradients: two hosts joined by 1 Gbit/s.
 
-    sudo python benchmarks/slow_step.py
+    sudo .venv/bin/python benchmarks/slow_step.py
 
 The hosts and the link are those of benchmarks/slow_link.py. Variants take turns; shown are medians, ratios taken round by round.
 """

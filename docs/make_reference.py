@@ -128,12 +128,21 @@ def entry(name: str, what: Any) -> Iterator[str]:
         yield f"```python\nrl.{name}{signature(what)}\n```\n"
     if rest.strip():
         yield f"```text\n{rest.strip()}\n```\n"
-    if inspect.isclass(what):
-        methods = {key: value for key, value in vars(what).items()
+    made = what if inspect.isclass(what) else made_by(what)
+    if made:
+        methods = {key: value for key, value in vars(made).items()
                    if not key.startswith("_") and (inspect.isfunction(value) or isinstance(value, classmethod | staticmethod | property))}
-        lines = [f"| `{member(what, key)}` | {first_sentence(value)} |" for key, value in methods.items()]
+        lines = [f"| `{member(made, key)}` | {first_sentence(value)} |" for key, value in methods.items()]
         if lines:
-            yield "| member | what it is or does |\n|---|---|\n" + "\n".join(lines) + "\n"
+            whose = "member" if made is what else f"member of the {made.__name__} that it returns"
+            yield f"| {whose} | what it is or does |\n|---|---|\n" + "\n".join(lines) + "\n"
+
+
+def made_by(function: Any) -> type | None:
+    """The class of what it returns, if that is one of ours without an entry of its own."""
+    gives = inspect.signature(function).return_annotation
+    own = inspect.isclass(gives) and gives.__module__.startswith("rankloom.") and gives.__name__ not in rl.__all__
+    return gives if own else None
 
 
 def member(of: type, name: str) -> str:

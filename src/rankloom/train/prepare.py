@@ -90,8 +90,8 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     seed:            seed of dropout, and of initial values where `prepare` draws them
     schedule:        a function: step (from 0) -> learning rate of the first parameter group. The others keep their ratio to it
     all_reduce:      stage 0: "backend", "ring", or a registered name
-    compress:        how gradients are sent: "none", "bf16", "int8", "int4", "1bit", "topk", "powersgd" or "powersgd:16". From stage 1 on,
-                     and where the mesh splits the model: see shard/sums.py
+    compress:        how gradients are sent: "none", "bf16", "fp16", "int8", "int4", "1bit", "topk", "powersgd" or "powersgd:16". From
+                     stage 1 on, and where the mesh splits the model: see shard/sums.py
     compress_after:  how many first steps send exact gradients; counted again after a resume
     units:           stages 1 to 3: which parameters are gathered and reduced together: "auto" (each repeated block), a module class or a
                      tuple of classes, a number of parameters, or a function of (name, module). At every stage, classes also say what is

@@ -67,20 +67,20 @@ def test_dual_pipe_waits_half_as_long_as_zero_bubble_h1_where_forward_and_input_
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['model']}-{row['microbatches']}")
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-h2"])
-def test_the_published_bubbles_come_out_within_2_points(row, name):
+def test_the_published_bubbles_come_out_to_the_fourth_digit_of_interleaved_within_half_a_point(row, name):
     """Qi et al. 2023, tables 5 and 9: computed by its authors from measured times of A100s."""
     chunks = int(row["chunks"]) if name == "interleaved" else 1
     costs = {key: float(row[key]) for key in ("forward", "input", "weight", "message")}
     mine = bubble(name, int(row["ranks"]), int(row["microbatches"]), chunks, **costs).own_bubble
-    assert mine == pytest.approx(float(row[name]), abs=0.02)
+    assert mine == pytest.approx(float(row[name]), abs=0.004 if name == "interleaved" else 5e-5)
 
 
 @pytest.mark.parametrize("row", TABLE[:-2], ids=lambda row: f"{row['model']}-{row['microbatches']}")   # the last two take seconds
 @pytest.mark.parametrize("name", SEARCHED)
-def test_the_published_bubbles_of_searched_schedules_come_out_within_2_points(row, name):
+def test_the_published_bubbles_of_searched_schedules_come_out_within_a_point(row, name):
     costs = Costs.even(int(row["ranks"]), **{key: float(row[key]) for key in ("forward", "input", "weight", "message")})
     schedule = search_zero_bubble(costs, int(row["microbatches"]), SEARCHED[name])
-    assert simulate_schedule(schedule, costs).own_bubble == pytest.approx(float(row[name]), abs=0.02)
+    assert simulate_schedule(schedule, costs).own_bubble == pytest.approx(float(row[name]), abs=0.006)
 
 
 @pytest.mark.parametrize("row", TABLE[:-1], ids=lambda row: f"{row['model']}-{row['microbatches']}")

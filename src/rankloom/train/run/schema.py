@@ -167,7 +167,10 @@ class Data(ConfigSection):
 
 
 class Train(ConfigSection):
-    """How many steps, how much per step, and how it is computed. Of the batch sizes and `accumulate`, what is left out is computed."""
+    """How many steps, how much per step, and how it is computed.
+
+    Give `local_batch_size` or `global_batch_size`; the other, and `accumulate`, are computed.
+    """
 
     steps: Count = 1000
     seq_len: Count = 256   # tokens per row
