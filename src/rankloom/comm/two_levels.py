@@ -109,13 +109,12 @@ def _sum_slices(slices: Sequence[Tensor], group: Group, label: str,
     then:   more stages, of this rank's sum, before it is sent to the others
     """
     mine = slices[group.rank]
-    inbox = list(mine.new_empty(group.size, len(mine)))
-    arrived = post(slices, inbox, group, label=label)
+    inbox = list(mine.new_empty(group.size - 1, len(mine)))
+    arrived = post(slices, [*inbox[: group.rank], mine, *inbox[group.rank :]], group, label=label)
     yield
     arrived()
-    for rank, part in enumerate(inbox):
-        if rank != group.rank:
-            mine.add_(part)
+    for part in inbox:
+        mine.add_(part)
     if then:
         yield from then(mine)
     arrived = post([mine] * group.size, slices, group, label=label)
