@@ -5,7 +5,7 @@ of experts, tied and untied heads, stages and schedules in turn, such that over 
 is refused with the reason. The bound is that of test_equivalence.py. The largest relative error of each layout is printed at the end of
 the run (tests/conftest.py).
 
-    pytest tests/test_matrix.py -k every_layout --whole-matrix -n 2 --dist load     # the whole product, 4888 cases: an hour or more
+    pytest tests/test_matrix.py -k every_layout --whole-matrix -n 4 --dist load     # the whole product, 4888 cases: 25 minutes or more
 """
 
 import itertools
