@@ -23,12 +23,13 @@ from rankloom.world.group import Group
 
 EXACT, PIECE = "hierarchical_all_reduce", 1 << 18   # the label of an exact sum, and how many values of a slice travel together
 
+
 def all_reduce_in_pieces(x: Tensor, group: Group) -> Tensor:
     """Sum `x` over the group, in place: exact, over the nodes of the group's topology. Every rank ends with the same bits.
 
     x:      any shape of n elements, contiguous, the same on each of p ranks
     sent:   as much as by `hierarchical_all_reduce`, in 2(s-1) + 2(m-1) messages for each piece, with s ranks in each of m nodes
-    memory: five pieces
+    memory: two pieces
     raises: NotContiguous; ConfigError for bool
     """
     flat = summand(x, group, EXACT)
@@ -113,8 +114,9 @@ def _sum_slices(slices: Sequence[Tensor], group: Group, label: str,
     arrived = post(slices, [*inbox[: group.rank], mine, *inbox[group.rank :]], group, label=label)
     yield
     arrived()
-    for part in inbox:
-        mine.add_(part)
+    while inbox:   # in rank order; a piece that travels between nodes needs no more room for this
+        mine.add_(inbox.pop(0))
+    del arrived
     if then:
         yield from then(mine)
     arrived = post([mine] * group.size, slices, group, label=label)
