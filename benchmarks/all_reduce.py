@@ -14,7 +14,8 @@ free. Open MPI, from an environment of its own that is made on first use in buil
 segments of 256 KiB, which is 3x as fast as its own choice at 64 MiB; both with cross-memory attach, and with ranks that yield where there
 are more ranks than cores.
 
-For rankloom "arena" are tensors from `group.buffer` through `Group`, "rankloom" any tensors through torch.distributed.
+For rankloom "arena" are tensors from `group.buffer` through `Group`, "rankloom" any tensors through torch.distributed. "Group on gloo" is
+gloo as rankloom starts it: no peer.
 """
 
 import argparse
@@ -43,13 +44,16 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 RING = {"coll_tuned_priority": 95, "coll_tuned_use_dynamic_rules": 1, "coll_tuned_allreduce_algorithm": 5,
         "coll_tuned_allreduce_algorithm_segmentsize": 256 << 10}
 WAYS = {   # what is shown -> whose processes, which of their ways
-    "gloo": ("gloo", ""), "gloo, free": ("gloo, free", ""), "Open MPI": ("Open MPI", ""), "Open MPI, ring": ("Open MPI, ring", ""),
+    "gloo": ("gloo", ""), "gloo, free": ("gloo, free", ""), "Group on gloo": ("gloo", "Group"),
+    "Open MPI": ("Open MPI", ""), "Open MPI, ring": ("Open MPI, ring", ""),
     "rankloom": ("rankloom", ""), "rankloom, Group": ("rankloom", "Group"),
     "arena, torch": ("rankloom", "arena, torch"), "arena": ("rankloom", "arena"),
 }
-STYLE = {"gloo": ("#777777", "o-"), "gloo, free": ("#777777", "o:"), "Open MPI": ("#D55E00", "s-"), "Open MPI, ring": ("#D55E00", "s:"),
+STYLE = {"gloo": ("#777777", "o-"), "gloo, free": ("#777777", "o:"), "Group on gloo": ("#CC79A7", "x-"),
+         "Open MPI": ("#D55E00", "s-"), "Open MPI, ring": ("#D55E00", "s:"),
          "rankloom": ("#0072B2", "^-"), "arena": ("#009E73", "v-")}
 LEGEND = {"gloo": "gloo, its threads pinned to the rank's core", "gloo, free": "gloo, its threads on any core",
+          "Group on gloo": "rankloom's Group on gloo,\nwhose thread waits for its turn",
           "Open MPI": "Open MPI, its defaults", "Open MPI, ring": "Open MPI, ring in segments of 256 KiB",
           "rankloom": "rankloom, any tensor,\nthrough torch.distributed",
           "arena": "rankloom, a tensor of group.buffer\n(arena: memory that all ranks map)"}

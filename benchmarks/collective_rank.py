@@ -97,12 +97,16 @@ def through_group(world: Any, x: Any, out: Any) -> Way:
 
 
 def gloo(elements: int) -> tuple[int, dict[str, Way]]:
-    """torch.distributed on gloo."""
+    """torch.distributed on gloo; and a `Group` on gloo, whose thread waits for its turn (world/connect.py)."""
     import torch
     import torch.distributed as dist
+
+    import rankloom as rl
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    return dist.get_rank(), {"": through_torch(torch.ones(elements), torch.ones(elements))}
+    world = rl.init(backend="gloo")
+    x, out = torch.ones(elements), torch.ones(elements)
+    return world.rank, {"": through_torch(x, out), "Group": through_group(world, x, out)}
 
 
 def rankloom(elements: int) -> tuple[int, dict[str, Way]]:
