@@ -10,6 +10,7 @@ import torch
 import rankloom as rl
 from rankloom.comm import two_levels
 from rankloom.comm.blockwise import Blockwise
+from rankloom.comm.choose import all_reduce_named
 from rankloom.comm.hierarchical import hierarchical_all_reduce_bill
 from rankloom.comm.messages import post, start_all_gather, start_all_to_all
 from rankloom.comm.quantize import INT8, ONE_BIT, Floats
@@ -68,6 +69,15 @@ def test_an_exact_sum_in_pieces_sends_as_many_bytes_as_a_whole_one_and_as_many_m
         bill = hierarchical_all_reduce_bill(n, nodes, 4, rank)
         pieces = n // (slices * 120) if goes_in_pieces else 1
         assert (paid.sent, paid.messages) == (bill.sent, pieces * bill.messages)
+
+
+def test_what_training_knows_as_hierarchical_goes_in_pieces(monkeypatch):
+    monkeypatch.setattr(two_levels, "PIECE", 120)
+    def body(world):
+        all_reduce_named("hierarchical")(torch.ones(7200), world)
+        return world.ledger.messages
+
+    assert rl.simulate(4, body, topology=rl.Topology.even(2, 2)) == [30 * 4] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.float64])

@@ -21,7 +21,8 @@ from rankloom.comm.operands import summand, summing_dtype
 from rankloom.comm.subgroup import Subgroup
 from rankloom.world.group import Group
 
-EXACT, PIECE = "hierarchical_all_reduce", 1 << 18   # the label of an exact sum, and how many values of a slice travel together
+EXACT_LABEL = "hierarchical_all_reduce"
+PIECE = 1 << 18   # of an exact sum: values of a slice that travel together
 
 
 def all_reduce_in_pieces(x: Tensor, group: Group) -> Tensor:
@@ -32,16 +33,16 @@ def all_reduce_in_pieces(x: Tensor, group: Group) -> Tensor:
     memory: two pieces
     raises: NotContiguous; ConfigError for bool
     """
-    flat = summand(x, group, EXACT)
+    flat = summand(x, group, EXACT_LABEL)
     if not _overlaps(group) or flat.dtype != summing_dtype(flat.dtype):
         return hierarchical_all_reduce(x, group, group.topology.nodes)
     inside, across = _levels_of(group)
 
     def between(mine: Tensor) -> Iterator[None]:
-        return _sum_slices(mine.tensor_split(across.size), across, EXACT)
+        return _sum_slices(mine.tensor_split(across.size), across, EXACT_LABEL)
 
-    staggered([_sum_slices([flat[start:end] for start, end in spans], inside, EXACT, between)
-               for spans in cut_in_pieces(len(flat), PIECE, inside.size)])
+    pieces = flat.split(PIECE * inside.size)
+    staggered([_sum_slices(piece.tensor_split(inside.size), inside, EXACT_LABEL, between) for piece in pieces])
     return x
 
 
