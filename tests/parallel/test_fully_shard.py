@@ -1404,10 +1404,31 @@ def test_a_sharded_part_of_a_larger_model_is_loaded_with_it(backend):
         with pytest.raises(RuntimeError, match='Missing key.*"rest.bias"'):
             outer.load_state_dict(state)
         del state["part.first.bias"]
-        with pytest.raises(ModelMismatch, match="first.bias"):
+        with pytest.raises(RuntimeError, match='Missing key.*"part.first.bias"'):
             outer.load_state_dict(state)
 
     rl.simulate(2, body, backend=backend)
+
+
+def test_strict_false_loads_what_has_a_name_of_the_model_and_says_what_it_passed_over():
+    def body(world):
+        part = rl.fully_shard(made(), world)
+        outer = nn.ModuleDict({"part": part, "rest": nn.Linear(2, 2)})
+        before, state = part.state_dict(), {name: value + 1 for name, value in part.state_dict().items()}
+        del state["first.bias"]
+        passed_over = part.load_state_dict(state | {"head.weight": torch.ones(3)}, strict=False)
+        assert passed_over == (["first.bias"], ["head.weight"])
+        torch.testing.assert_close(part.state_dict(), {**before, **state}, rtol=0, atol=0)
+        passed_over = outer.load_state_dict({"part.first.bias": before["first.bias"] + 2, "part.tail": torch.ones(1)}, strict=False)
+        assert sorted(passed_over.missing_keys) == sorted(outer.state_dict().keys() - {"part.first.bias"})
+        assert passed_over.unexpected_keys == ["part.tail"]
+        torch.testing.assert_close(part.state_dict()["first.bias"], before["first.bias"] + 2, rtol=0, atol=0)
+        with pytest.raises(ModelMismatch, match="first.bias"):   # a wrong shape is no missing name
+            part.load_state_dict({"first.bias": torch.ones(1)}, strict=False)
+        with pytest.raises(ModelMismatch, match="rank 0 and rank 1 would load other names"):
+            part.load_state_dict({} if world.rank else state, strict=False)
+
+    rl.simulate(2, body)
 
 
 def test_hooks_from_before_sharding_find_parameters_gathered():

@@ -163,18 +163,23 @@ class FullySharded(nn.Module):
         """Load this rank's slices from a whole state dict. raises: ModelMismatch, with nothing changed, when it is another model's
 
         The error that compression has kept of earlier gradients is dropped.
-        strict, assign: torch's arguments, ignored: names must match, and values are copied
+        strict: False loads what has a name of the model, and says in its result what it passed over; shapes must match
+        assign: as torch's, ignored: values are always copied
         """
-        load_values(self.module, self._sharding, state_dict, (self._sharding.group, self._sharding.replicas))
+        groups = (self._sharding.group, self._sharding.replicas)
+        lacking, unknown = load_values(self.module, self._sharding, state_dict, groups, strict=strict)
         self._summing.begin_anew()
         for keeper in self._keepers:
             keeper.forget_changes()   # loading is no change by a forward
-        return nn.modules.module._IncompatibleKeys([], [])
+        return nn.modules.module._IncompatibleKeys(lacking, unknown)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str],
-                              *more: Any) -> None:
-        """torch calls this from `load_state_dict` of a module that contains this one."""
-        self.load_state_dict({key.removeprefix(prefix): state_dict.pop(key) for key in [*state_dict] if key.startswith(prefix)})
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: list[str]) -> None:
+        """torch calls this from `load_state_dict` of a module that contains this one, which heeds its own `strict` when all is loaded."""
+        mine = {key.removeprefix(prefix): state_dict.pop(key) for key in [*state_dict] if key.startswith(prefix)}
+        passed_over = self.load_state_dict(mine, strict=False)
+        missing, unknown, _ = lists
+        missing += [f"{prefix}{key}" for key in passed_over.missing_keys]
+        unknown += [f"{prefix}{key}" for key in passed_over.unexpected_keys]
         self._missing = len(missing)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FullySharded":   # what `.to()`, `.half()`, `.cuda()` do to each tensor

@@ -94,11 +94,12 @@ def _join_parameter(unit: Unit, name: str, rank: int | None) -> Tensor | None:
 
 @torch.no_grad()
 def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor], groups: Iterable[Group],
-                split: ModelSplit | None = None) -> None:
-    """Load this rank's pieces of a whole state dict, and publish them. A collective.
+                split: ModelSplit | None = None, *, strict: bool = True) -> tuple[list[str], list[str]]:
+    """Load this rank's pieces of a whole state dict, and publish them; returns the names that it lacks, and those unknown. A collective.
 
     groups: of every mesh axis: if the state does not fit on one rank, all raise
     split:  how `model` was cut out of the whole, if it was
+    strict: False passes over names that the state dict lacks, which must be the same on all ranks, and unknown ones
     raises: ModelMismatch, on all ranks, with nothing changed, when names or shapes are not those of this model
     """
     units, mine = units_of(sharding), model.state_dict(keep_vars=True)
@@ -108,14 +109,16 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
     if split:
         shapes = {name: split.whole_shape(name, shape) for name, shape in shapes.items()}
     where = f"rank {sharding.group.world_rank}"
-    problem = without_values(state, where, mine) or difference(shapes, state, where)
-    for group in groups:
-        problems = group.all_gather_object(problem, label="load a state dict")
-        problem = "\n".join(dict.fromkeys(filter(None, problems))) or None
-    if problem:
-        raise ModelMismatch(problem)
+    problem = without_values(state, where, mine)
+    lacking, unknown = _names_apart(mine, {} if problem else state)
+    if not strict and not problem:
+        state = {name: value for name, value in state.items() if name in mine}
+        shapes = {name: shape for name, shape in shapes.items() if name in state}
+    _agree_to_load(problem or difference(shapes, state, where), lacking, groups)
     sharding.wait_for_readers()
     for name, value in mine.items():
+        if name not in state:
+            continue
         new = split.cut(name, state[name]) if split else state[name]
         if id(value) in units:
             unit, own_name = units[id(value)]
@@ -125,6 +128,24 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
         else:
             value.copy_(new)   # not into `detach()`, which for a sparse tensor is another one
     sharding.publish()
+    return lacking, unknown
+
+
+def _names_apart(mine: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The names that a state dict lacks, and those that only it has."""
+    return [name for name in mine if name not in state], [name for name in state if name not in mine]
+
+
+def _agree_to_load(problem: str | None, lacking: list[str], groups: Iterable[Group]) -> None:
+    """Raise ModelMismatch, on all ranks, if one has a problem, or if what is lacking differs between them."""
+    for group in groups:
+        said = group.all_gather_object((problem, lacking), label="load a state dict")
+        problem = "\n".join(dict.fromkeys(each for each, _ in said if each)) or None
+        other = next((rank for rank, (_, theirs) in zip(group.ranks, said, strict=True) if theirs != said[0][1]), None)
+        if problem is None and other is not None:
+            problem = f"rank {group.ranks[0]} and rank {other} would load other names of a state dict: give all ranks the same"
+    if problem:
+        raise ModelMismatch(problem)
 
 
 def shapes_in(state: Mapping[str, Any]) -> dict[str, torch.Size]:
