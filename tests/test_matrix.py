@@ -3,7 +3,8 @@
 Every factorisation of 1, 2, 4, 6 and 8 ranks over pipe, replicate, shard, context, tensor and expert is tried, with dense models, mixtures
 of experts, tied and untied heads, stages and schedules in turn, such that over all meshes each of these meets each other. What cannot be
 is refused with the reason. The bound is that of test_equivalence.py. The largest relative error of each layout is printed at the end of
-the run (tests/conftest.py).
+the run (tests/conftest.py). Ranks are threads that share memory, where stages 2 and 3 do the same. With real gathers, over gloo, seven of
+these meshes are tried here, and those of data and shard ranks in test_sharded_equivalence.py.
 
     pytest tests/test_matrix.py -k every_layout --whole-matrix -n 4 --dist load     # the whole product, 4888 cases: 25 minutes or more
 """
