@@ -140,7 +140,7 @@ def test_help_names_every_command():
         (["train", "train.toml", "--mesh.replicate", "3"], "local ? x ranks 3 x accumulate ? = global 4 has no solution"),
         (["train", "train.toml", "--mesh.replicate", "8"], "global_batch_size 4 is smaller than the 8 ranks"),
         (["train", "train.toml", "--train.stage", "3", "--train.reshard_after_forward", "2"], "2 does not divide [mesh] shard 1"),
-        (["train", "train.toml", "--mesh.shard", "3"], "on 3 ranks: local ? x ranks 3 x accumulate ? = global 4 has no solution"),
+        (["train", "train.toml", "--mesh.shard", "3"], "error: train.toml, on 3 ranks: local ? x ranks 3 x accumulate ? = global 4"),
         (["train", "train.toml", "--model.preset", "2M"], "no model preset '2M'"),
         (["train", "train.toml", "--data.source", "none.txt"], "error: no text at 'none.txt' in /"),
         (["train", "train.toml", "--run.folder", "text.txt/x"], "text.txt/x/"),

@@ -118,7 +118,7 @@ def train(file: ConfigFile, /, *overrides: Overrides) -> None:
 
         config = load_config(file, overrides)
         if alone:   # before the run has a folder
-            config = with_ranks(config, config.mesh.as_mesh().size)
+            config = with_ranks(config, config.mesh.as_mesh().size, file)
             expect_source(config.data.source)
         if config.checkpoint.resume is not None:
             from rankloom.train.run.resume import expect_steps_left
@@ -127,7 +127,7 @@ def train(file: ConfigFile, /, *overrides: Overrides) -> None:
         if alone and config.mesh.as_mesh().size > 1:
             _launch_ranks(config, file, overrides)
         else:
-            _be_a_rank(config)
+            _be_a_rank(config, file)
 
 
 def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> None:
@@ -153,12 +153,12 @@ def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> Non
     raise SystemExit(code)
 
 
-def _be_a_rank(config: "Config") -> None:
+def _be_a_rank(config: "Config", file: Path) -> None:
     """Train as one rank: join the others, if there are any. Rank 0 draws the progress."""
     from rankloom.train.run.config import with_ranks
     from rankloom.train.run.loop import train as train_loop
     from rankloom.world.join import init
-    config = with_ranks(config, find_place().size)
+    config = with_ranks(config, find_place().size, file)
     world = init(config.mesh.as_mesh(), timeout=config.comm.timeout, topology=config.comm.topology, backend=config.comm.backend)
     try:
         with Progress(Screen(), config.train.steps) as progress:

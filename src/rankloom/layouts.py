@@ -106,7 +106,7 @@ def read(words: Sequence[str], ranks: int | None) -> tuple[Config, GPTConfig]:
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks}: must be 1 or more")
     try:
-        config = with_ranks(config, config.mesh.as_mesh().size if ranks is None else ranks)
+        config = with_ranks(config, config.mesh.as_mesh().size if ranks is None else ranks, file)
     except MeshError as error:
         raise MeshError(f"--ranks {ranks}: {error}") from None
     if (size := config.mesh.as_mesh().size) > MOST:

@@ -77,14 +77,14 @@ def make_config(table: Table, where: str, flags: Mapping[tuple[str, str], str] |
         raise ConfigError(_explain(error, where, flags or {})) from None
 
 
-def with_ranks(config: Config, ranks: int) -> Config:
-    """The same config on `ranks` ranks; raises MeshError when its mesh asks for another number."""
+def with_ranks(config: Config, ranks: int, file: Path | None = None) -> Config:
+    """The same config on `ranks` ranks; raises MeshError when its mesh asks for another number. file: where it is from, for errors"""
     if config.mesh.is_known():
         config.mesh.as_mesh().expect_ranks(ranks)
         return config
     table = config.model_dump(exclude_none=True)
     table["mesh"] |= config.mesh.filled(ranks, config.train.stage)
-    return make_config(table, f"on {ranks} ranks")
+    return make_config(table, f"{file}, on {ranks} ranks" if file else f"on {ranks} ranks")
 
 
 def shared_settings(config: Config) -> dict[str, Any]:
