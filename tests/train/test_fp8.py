@@ -117,6 +117,8 @@ def test_a_pattern_that_fits_nothing_and_a_model_that_keeps_all_are_errors():
         to_float8(nn.Sequential(nn.Linear(2, 3)))
     with pytest.raises(ConfigError, match="no layer of this model can be in fp8: the model: it makes the output"):
         to_float8(nn.Linear(16, 16))   # it was a KeyError: the model itself has no name
+    with pytest.raises(ConfigError, match="1: 2 x 2 does not divide by 16; 2: 2 x 2 does not divide by 16; and 7 more. Train it in bf16"):
+        to_float8(nn.Sequential(*(nn.Linear(2, 2) for _ in range(10))))
     with pytest.raises(ConfigError, match="there is no nn.Linear in it"):
         to_float8(nn.Sequential(nn.Conv2d(1, 1, 1)))
 

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.train.rules import HAS_EFFECT, conflicts
+from rankloom.base.float8 import STEP
+from rankloom.models.config import MoEConfig
+from rankloom.models.loss import language_model_loss
+from rankloom.train.rules import FLOAT8_STEP, HAS_EFFECT, conflicts, float8_misfit
 from rankloom.train.run.config import load_config
 
 OTHER = {"all_reduce": "ring", "compress": "int8", "compress_after": 3, "units": 5, "offload": True, "gradient_memory": 1,
@@ -72,3 +75,22 @@ def test_config_files_and_prepare_give_the_same_reason(tmp_path, flags, options,
         load_config(tmp_path / "train.toml", flags)
     with pytest.raises(rl.ConfigError, match=rf"{option[2]}='?\w+'? {reason}; leave it out"):
         rl.simulate(2, body)
+
+
+@pytest.mark.parametrize("experts", [None, MoEConfig(experts=2, top_k=1, ffn=8, shared=1)], ids=["dense", "experts"])
+@pytest.mark.parametrize(("tensor", "width", "heads", "kv_heads", "ffn"), [
+    (1, 24, 4, 4, 32), (1, 16, 4, 1, 24), (2, 16, 4, 4, 32), (2, 32, 2, 1, 32), (2, 32, 2, 1, 24), (2, 32, 2, 1, 48), (2, 64, 4, 2, 32),
+    (2, 32, 4, 2, 32), (4, 64, 4, 2, 24)])
+def test_a_config_refuses_fp8_before_ranks_start_where_and_only_where_a_run_would(tensor, width, heads, kv_heads, ffn, experts):
+    shape = rl.GPTConfig(vocab_size=32, seq_len=8, width=width, layers=1, heads=heads, kv_heads=kv_heads, ffn=ffn, moe=experts)
+
+    def body(world):
+        try:
+            rl.prepare(rl.GPT(shape, seed=0), loss=language_model_loss, optimizer=torch.optim.SGD, world=world, precision="fp8")
+        except rl.ConfigError as error:
+            return str(error)
+        return ""
+
+    assert STEP == FLOAT8_STEP
+    for error in rl.simulate(rl.Mesh(tensor=tensor), body):
+        assert bool(error) == bool(float8_misfit(shape, tensor)), error

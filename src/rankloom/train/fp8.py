@@ -40,6 +40,7 @@ from rankloom.train.amax import AmaxHistory, Meter
 from rankloom.world.group import Group
 
 MOST_MARGIN = 6   # powers of two; with more, the largest fp32 as amax would overflow
+SHOWN = 3         # layers that an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +308,9 @@ def to_float8(model: nn.Module, recipe: Recipe | None = None, elsewhere: Group |
     plan = plan_float8(model, recipe.keep)
     chosen = {name: model.get_submodule(name) for name, reason in plan.items() if not reason}
     if not chosen:
-        stays = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in plan.items()) or "there is no nn.Linear in it"
-        raise ConfigError(f"no layer of this model can be in fp8: {stays}")
+        stays = [f"{name or 'the model'}: {reason}" for name, reason in plan.items()] or ["there is no nn.Linear in it"]
+        more = [f"and {len(stays) - SHOWN} more"] if len(stays) > SHOWN else []
+        raise ConfigError(f"no layer of this model can be in fp8: {'; '.join([*stays[:SHOWN], *more])}. Train it in bf16")
     _expect_even_parts(chosen, elsewhere)
     history = None
     if recipe.timing == "delayed":

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rankloom.base.compression import BACKEND, EXACT, why_not_for_slices
+from rankloom.models.config import GPTConfig
 
 HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which another value has an effect
     "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0, 1, 2, 3)), "compress_after": (0, (0, 1, 2, 3)),
     "units": ("auto", (1, 2, 3)), "offload": (False, (1, 2, 3)),
     "gradient_memory": (0, (2, 3)), "reshard_after_forward": (True, (3,)), "ahead": (1, (3,))}
+FLOAT8_STEP = 16   # STEP of base/float8.py, which needs torch
 WITHOUT_PIPE = ("gradient_memory", "reshard_after_forward", "ahead")
 NOT_DETERMINISTIC = {"all_reduce": "it adds in an order of its own", "compress": "what is lost depends on the number of ranks"}
 
@@ -67,3 +69,21 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, ranks: Mapping[str, int |
             yield Conflict(option, "has no meaning with pipe ranks: stages are gathered before the schedule and reduced after it")
         if stage not in stages:
             yield Conflict(option, f"has no meaning at stage {stage}, only at stage {' and '.join(map(str, stages))}")
+
+
+def float8_misfit(shape: GPTConfig, tensor: int) -> str:
+    """Why a model of this shape cannot be trained in fp8 on so many tensor ranks, as fp8.py would find later; "" if it can.
+
+    >>> float8_misfit(GPTConfig(width=24, heads=4, kv_heads=4), tensor=1)
+    'width = 24 does not divide by 16, so no layer could be in 8 bits'
+    """
+    if shape.width % FLOAT8_STEP:
+        return f"width = {shape.width} does not divide by {FLOAT8_STEP}, so no layer could be in 8 bits"
+    keys = max(1, shape.kv_heads // tensor) * shape.head_width   # a head is never cut
+    whole = {"width": (shape.width, shape.width // tensor), "width of keys": (shape.kv_width, keys)}
+    if shape.moe is None:   # experts are not cut over tensor ranks
+        whole["ffn"] = (shape.ffn, shape.ffn // tensor)
+    for name, (size, part) in whole.items():
+        if not size % FLOAT8_STEP and part % FLOAT8_STEP:
+            return f"{name} = {size} over [mesh] tensor {tensor} leaves {part} a rank, which does not divide by {FLOAT8_STEP}"
+    return ""

@@ -20,7 +20,7 @@ from rankloom.parallel.pipeline.schedules import SCHEDULES
 from rankloom.parallel.pipeline.search import SEARCHED, stages_a_rank
 from rankloom.train.batch_size import LOGICAL_SHARDS, Batch, solve_batch
 from rankloom.train.blocks.budget import CHOICES, NONE
-from rankloom.train.rules import conflicts
+from rankloom.train.rules import conflicts, float8_misfit
 
 LARGEST = (1 << 63) - 1   # the largest int64
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -371,6 +371,8 @@ class Config(ConfigSection):
                              "query heads to share its key-value heads")
         if shape.moe is None:
             _expect_shared_evenly("[model] ffn", shape.ffn, "tensor", tensor)
+        if self.train.precision == "fp8" and (reason := float8_misfit(shape, tensor)):
+            raise ValueError(f'[model] {reason}; take multiples of 16, or [train] precision = "bf16"')
         stages, pieces = pipe * stages_a_rank(self.train.pipe or "1f1b", None), shape.layers + 2
         if pipe > 1 and stages > pieces:
             raise ValueError(f"[mesh] pipe {pipe} needs {stages} stages for a model of {pieces} pieces: the embedding, {shape.layers} "
