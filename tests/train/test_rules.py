@@ -63,7 +63,9 @@ def test_an_axis_that_is_not_known_yet_may_have_several_ranks():
     (["--train.deterministic=true", "--comm.all_reduce=ring"], {"deterministic": True, "all_reduce": "ring"},
      "has no meaning with deterministic: it adds in an order of its own"),
     (["--train.pipe=gpipe"], {"pipe": "gpipe"}, "has no meaning on a mesh without pipe ranks"),
-    (["--train.tensor_overlap=2"], {"tensor_overlap": 2}, "has no meaning on a mesh without tensor ranks")], ids=str)
+    (["--train.tensor_overlap=2"], {"tensor_overlap": 2}, "has no meaning on a mesh without tensor ranks"),
+    (["--train.recompute=4 MiB", "--train.offload_activations=true"], {"recompute": "4 MiB", "offload_activations": True},
+     "moves away what recompute counts, a number of bytes: only with none, selective or full")], ids=str)
 def test_config_files_and_prepare_give_the_same_reason(tmp_path, flags, options, reason):
     def body(world):
         rl.prepare(nn.Linear(2, 2), loss=lambda model, x: (model(x).sum(), 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), world=world,

@@ -130,10 +130,10 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     check_model(model, settings)
     check_axes(model, world, context, tensor_plan, tensor_overlap)
     blocks_only = {"units": AUTO} if changes_blocks and classes_in(units) else {}   # classes then say what is a block, at any stage
-    check_options(settings, stage, {"pipe": pipe, "tensor_overlap": tensor_overlap} | summing | cutting | blocks_only)
+    inside: dict[str, Any] = {"pipe": pipe, "tensor_overlap": tensor_overlap, "recompute": recompute}
+    check_options(settings, stage, {"offload_activations": offload_activations, **inside, **summing, **cutting, **blocks_only})
     check_blocks(model, world, stage, units, changes_blocks, recompute=recompute)
-    check_alike(settings, stage, {"seed": seed, "pipe": pipe, "context": context, "tensor_plan": tensor_plan,
-                                  "tensor_overlap": tensor_overlap, "recompute": recompute, **summing, **cutting})
+    check_alike(settings, stage, {"seed": seed, "context": context, "tensor_plan": tensor_plan, **inside, **summing, **cutting})
     vars(model)["_prepared_by_rankloom"] = True   # up to here nothing has been changed
 
     if settings.logical_shards:

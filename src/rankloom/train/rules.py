@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from rankloom.base.compression import BACKEND, EXACT, why_not_for_slices
 from rankloom.models.config import GPTConfig
+from rankloom.train.blocks.budget import CHOICES, NONE
 
 HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which another value has an effect
     "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0, 1, 2, 3)), "compress_after": (0, (0, 1, 2, 3)),
@@ -29,7 +30,7 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, ranks: Mapping[str, int |
     """The options in `asked` (name -> value) that exclude others or have no effect. An option that is left out has its default.
 
     asked: options of HAS_EFFECT; `deterministic`: the number of logical shards, 0 for none; `pipe`: the schedule, or None;
-           `recompute` and `compile`; `tensor_overlap`, and `float8`: whether layers multiply in 8 bits
+           `recompute`, `offload_activations` and `compile`; `tensor_overlap`, and `float8`: whether layers multiply in 8 bits
     ranks: mesh axis -> number of ranks along it; None: not known yet, perhaps several. An axis that is left out has one
 
     >>> [f"{option} {reason}" for option, reason in conflicts({"offload": True}, stage=0, ranks={"replicate": 2})]
@@ -51,6 +52,8 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, ranks: Mapping[str, int |
         yield Conflict("tensor_overlap", "has no meaning with precision fp8: products in 8 bits are not computed in pieces")
     if shared and asked.get("compile") and asked.get("recompute") == "selective":
         yield Conflict("recompute", NOT_ONE_GRAPH)
+    if asked.get("offload_activations") and asked.get("recompute", NONE) not in CHOICES:
+        yield Conflict("offload_activations", "moves away what recompute counts, a number of bytes: only with none, selective or full")
     compress = asked.get("compress", EXACT)
     if compress != EXACT and not sums:
         yield Conflict("compress", "has nothing to compress where ranks only split the model: no gradient is summed over ranks")

@@ -1,8 +1,7 @@
 """What a config file may say: a frozen, strict model for each section, and the rules between sections.
 
 Nothing is accepted and then ignored. An option that has no effect, or excludes another one, is refused here, before any rank starts. No
-torch in this file: a mistake is reported in milliseconds.
-`config.py` turns a file and command-line overrides into a `Config`.
+torch in this file: a mistake is reported in milliseconds. `config.py` turns a file and command-line overrides into a `Config`.
 """
 
 import json
@@ -346,7 +345,8 @@ class Config(ConfigSection):
     def _expect_no_conflicts(self) -> None:
         """Refuse options that `rl.prepare` would refuse together."""
         sections = {"comm": ("all_reduce", "compress", "compress_after"),
-                    "train": ("deterministic", "pipe", "offload", "reshard_after_forward", "recompute", "compile", "tensor_overlap")}
+                    "train": ("deterministic", "pipe", "offload", "reshard_after_forward", "recompute", "offload_activations", "compile",
+                              "tensor_overlap")}
         asked = {option: (section, getattr(getattr(self, section), option)) for section, options in sections.items() for option in options}
         values = {option: value for option, (_, value) in asked.items()}
         ranks = self.mesh.as_mesh().sizes() if self.mesh.is_known() else dict(self.mesh)
