@@ -671,6 +671,11 @@ def test_replicas_that_hold_other_slices_are_refused(axes):
     rl.simulate(rl.Mesh(replicate=2, shard=2), body)
 
 
+def test_replicas_that_are_no_group_are_refused():
+    with pytest.raises(ConfigError, match=r"replicas=2 is of type int, expected a Group"):
+        rl.simulate(2, lambda world: rl.fully_shard(made(), world, replicas=2))
+
+
 def test_replicas_are_told_from_ranks_of_the_group_though_groups_do_not_know_their_numbers_in_the_world():
     def body(world):
         shard, replicate = (rl.Group(world.group(axis)._process_group) for axis in ("shard", "replicate"))
@@ -1534,9 +1539,23 @@ def test_what_is_never_called_is_no_unit(units):
     expect_as_plain(loop, lambda: nn.Sequential(Keeps(), nn.Linear(WIDTH, WIDTH)), units=units)
 
 
-@pytest.mark.parametrize("units", [nn.Conv2d, 10**9, lambda name, module: False], ids=["class", "size", "function"])
+@pytest.mark.parametrize("units", [nn.Conv2d, lambda name, module: False], ids=["class", "function"])
 def test_units_that_find_nothing_are_an_error_that_names_what_there_is(units):
     with pytest.raises(ConfigError, match=r"finds no module in this model, which has Block, Linear, ModuleList, Net"):
+        rl.simulate(2, lambda world: rl.fully_shard(made(), world, units=units))
+
+
+def test_a_model_smaller_than_a_unit_is_one():
+    def loop(model, optimizer, x):
+        mean_square(model, x).backward()
+        optimizer.step()
+
+    expect_as_plain(loop, Net, units=10**9)
+
+
+@pytest.mark.parametrize("units", [0, -3])
+def test_units_of_no_parameters_are_an_error(units):
+    with pytest.raises(ConfigError, match=rf"units={units}, expected a number of parameters, 1 or more"):
         rl.simulate(2, lambda world: rl.fully_shard(made(), world, units=units))
 
 

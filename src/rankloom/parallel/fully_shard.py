@@ -13,6 +13,7 @@ the global count.
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from rankloom.base.compression import BACKEND, EXACT, why_not_for_slices
 from rankloom.base.errors import ConfigError, UnitError
-from rankloom.base.expect import expect_callable
+from rankloom.base.expect import expect_callable, expect_type
 from rankloom.base.names import full_name
 from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
@@ -240,6 +241,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
                     when replicas do not hold the same slice
     """
     expect_model_and_group(model, group)
+    expect_type("replicas", replicas, (Group, NoneType), "a Group, such as world.group('replicate') beside world.group('shard')")
     expect_no_sync_batch_norm(model, group.size * (replicas.size if replicas else 1))
     for name, dtype in (("compute", compute), ("reduce", reduce)):
         expect_number_format(name, dtype)

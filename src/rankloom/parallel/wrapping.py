@@ -36,9 +36,9 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
     """Full names of the modules that are sections, the root ("") first, then in the order of the model.
 
     policy: "auto": the repeated blocks. One or several classes: modules of these. A number: modules with at least that many parameters
-            outside inner sections; all but parts of an adaptive softmax, which ranks call apart. A function of (name, module), or of the
-            module alone: modules for which it returns true
-    raises: ConfigError when the policy finds no module, or is not a policy
+            outside inner sections; all but parts of an adaptive softmax, which ranks call apart; none if the model has fewer. A function
+            of (name, module), or of the module alone: modules for which it returns true
+    raises: ConfigError when classes or a function find no module, or for what is not a policy
     """
     named = dict(model.named_modules())
     if policy == AUTO:
@@ -57,7 +57,7 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
         as_needed = tuple(f"{name}." if name else "" for name, module in named.items() if isinstance(module, CALLS_AS_NEEDED))
         found = [name for name in found if not name.startswith(as_needed)]
     found = [name for name in found if not isinstance(named[name], NEVER_CALLED)]   # never called, so never gathered
-    if not found and policy != AUTO:
+    if not found and policy != AUTO and not isinstance(policy, int):   # a small model is one unit
         kinds = sorted({type(module).__name__ for module in named.values()})
         raise ConfigError(f"units={policy!r} finds no module in this model, which has {', '.join(kinds)}")
     return [ROOT, *(name for name in found if name != ROOT and has_parameters(named[name]))]
@@ -127,6 +127,8 @@ def _common(one: list[str], other: list[str]) -> list[str]:
 
 def _by_size(model: nn.Module, least: int) -> list[str]:
     """From the inside out: a module is a section when it holds at least `least` parameters outside inner sections."""
+    if least < 1:
+        raise ConfigError(f"units={least}, expected a number of parameters, 1 or more")
     found: set[str] = set()
 
     def visit(name: str, module: nn.Module) -> int:
