@@ -145,6 +145,45 @@ def test_a_planned_selective_block_that_is_no_single_graph_runs_without_the_comp
     expect_equal(mine, expected)
 
 
+class Numbered(nn.Module):
+    """A graph for each number."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.wide, self.narrow = number, nn.Linear(8, 64, dtype=torch.float64), nn.Linear(64, 8, dtype=torch.float64)
+
+    def forward(self, x):
+        return x + self.number * self.narrow(torch.sin(torch.cos(self.wide(x))))
+
+
+def numbered_run(policy, kinds):
+    torch.manual_seed(0)
+    model = nn.ModuleList(kind(number) for number, kind in enumerate(kinds))
+    found = recompute(model, policy, blocks=tuple(set(kinds)))
+    if policy != "none":
+        compile_blocks(model, blocks=tuple(set(kinds)), backend="eager")
+    for _ in range(2):   # a plan is made in the first backward
+        x = torch.ones(16, 8, dtype=torch.float64, requires_grad=True)
+        for block in model:
+            x = block(x)
+        x.sum().backward()
+    return gradients(model), found
+
+
+def test_selective_blocks_of_more_classes_than_torch_keeps_graphs_of_a_function_are_all_compiled():
+    kinds = [type(f"Numbered{n}", (Numbered,), {}) for n in range(torch._dynamo.config.recompile_limit + 2)]
+    expect_equal(numbered_run("selective", kinds)[0], numbered_run("none", kinds)[0])
+
+
+def test_selective_blocks_that_need_more_graphs_than_torch_keeps_are_an_error_that_says_what_to_do_and_planned_ones_run_uncompiled():
+    kinds = [Numbered] * (torch._dynamo.config.recompile_limit + 2)
+    with pytest.raises(rl.ConfigError, match=r'a Numbered needs more graphs than torch keeps.*recompile_limit = 64.*take recompute="full"'):
+        numbered_run("selective", kinds)
+    mine, found = numbered_run("200 KiB", kinds)
+    assert "selective" in {decision.choice for decision in found.plan.decisions}
+    expect_equal(mine, numbered_run("none", kinds)[0])
+
+
 # ---------------------------------------------------------------------- something around a block is compiled
 
 WAYS = {

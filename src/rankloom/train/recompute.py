@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import partial
+from types import FunctionType
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,12 @@ from rankloom.train.rules import NOT_ONE_GRAPH
 from rankloom.world.group import Group
 
 UNDECIDED = "undecided"   # runs as `full`, and measures, until the plan is made
+TOO_MANY_GRAPHS = ('recompute="selective" with compile=True: a {kind} needs more graphs than torch keeps, one for each shape and for each '
+                   "number that a forward reads of its block, such as that of a layer. Let it keep as many, "
+                   "`torch._dynamo.config.recompile_limit = 64`, or make one graph for all numbers, "
+                   "`torch._dynamo.config.allow_unspec_int_on_nn_module = True`, in the thread that trains; "
+                   'or take recompute="full"')
+_OF_CLASS: WeakKeyDictionary[type[nn.Module], Callable[..., Any]] = WeakKeyDictionary()
 
 
 def recompute(model: nn.Module, policy: str | int, *, blocks: tuple[type[nn.Module], ...] = (), group: Group | None = None) -> "Recompute":
@@ -191,15 +198,19 @@ class RecomputedForward(Wrapped):
     def _run_in_graph(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Raises ConfigError when ranks share the block, or it changes a buffer: the graph's backward would read the changed value.
 
-        A block that is no single graph is an error when the user chose `selective`. Chosen by a plan, it runs without the compiler.
+        A block that is no single graph, or more graphs than torch keeps, is an error when the user chose `selective`. Chosen by a plan,
+        it runs without the compiler.
         """
         before = Before(self.block) if self._changing is None else None
         try:
             out = forward(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            if self._planned and isinstance(error, torch._dynamo.exc.Unsupported):
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            too_many = isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit)
+            if self._planned and (too_many or isinstance(error, torch._dynamo.exc.Unsupported)):
                 self._in_graph, self.inner = None, self.plain
                 return self(*args, **kwargs)
+            if too_many:
+                raise ConfigError(TOO_MANY_GRAPHS.format(kind=type(self.block).__name__)) from error
             if self.shares(args, kwargs):
                 raise ConfigError(f'recompute="selective" {NOT_ONE_GRAPH}') from error
             error.add_note(f'(recompute="selective" with compile=True wants the forward of a {type(self.block).__name__} in one graph; '
@@ -220,7 +231,7 @@ class RecomputedForward(Wrapped):
         if self.choice == SELECTIVE and self.shared:
             raise ConfigError(f'recompute="selective" {NOT_ONE_GRAPH}')
         super().compile(compiler)
-        self._in_graph = compiler(partial(_selectively, self.plain))
+        self._in_graph = compiler(partial(_selectively_of(type(self.block)), self.plain))
 
     def choices(self, args: Any, kwargs: Any) -> tuple[str, ...]:
         """What a plan may choose."""
@@ -292,6 +303,11 @@ def _selectively(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`selective` as the compiler understands it: through torch's own policy. It repeats operations, not Python code."""
     around = partial(create_selective_checkpoint_contexts, _keep_products)
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=around)   # type: ignore[no-untyped-call]
+
+
+def _selectively_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    """`_selectively` for blocks of one class. torch keeps few graphs of a function, counted by its code: so each class has a copy."""
+    return _OF_CLASS.setdefault(kind, FunctionType(_selectively.__code__.replace(), globals()))
 
 
 class Replay:
