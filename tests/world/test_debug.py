@@ -473,18 +473,34 @@ def test_closing_a_group_ends_what_waits_to_be_compared():
 # ---------------------------------------------------------------- ranks that are gone
 
 
-def test_a_rank_that_has_gone_is_named_long_before_the_time_out_where_the_link_can_tell():
+@both_backends
+def test_a_rank_that_has_gone_is_named_long_before_the_time_out_where_somebody_can_tell(backend):
     def body(world):
         world.all_reduce(torch.zeros(1), label="together")
         world.close() if world.rank == 1 else world.all_reduce(torch.zeros(2), label="without it")
 
     begin = time.monotonic()
-    first, second, third = errors_of(3, body, timeout=600.0, backend="rankloom")
+    first, second, third = errors_of(3, body, timeout=600.0, backend=backend)
     assert time.monotonic() - begin < AT_ONCE and second is None
     for rank, error in ((0, first), (2, third)):
         assert type(error) is rl.RankLost
         assert str(error).startswith(f"rank {rank}: collective number 2 of this group: lost rank 1: it has ended, or has left the group")
         assert "rank 1: call 1, all_reduce(sum)" in str(error)
+
+
+@both_backends
+def test_ranks_that_wait_for_one_that_has_raised_are_set_free_and_no_thread_is_left_for_the_end_of_the_process(backend):
+    """With gloo, they waited for its call until the time-out, and so did the program before it could end."""
+    def body(world):
+        group, mine = world.group("shard"), world.rank
+        world.barrier()
+        if mine == 0:
+            raise ZeroDivisionError
+        {1: lambda: group.all_reduce(torch.ones(1)), 2: world.barrier, 3: lambda: world.recv(torch.ones(1), 0)}[mine]()
+
+    with pytest.raises(ZeroDivisionError):
+        rl.simulate(rl.Mesh(replicate=2, shard=2), body, timeout=600.0, backend=backend)
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("rank-")], AT_ONCE)
 
 
 def test_what_a_rank_announced_before_it_left_counts():

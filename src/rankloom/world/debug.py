@@ -9,8 +9,8 @@ has found, which the others wait for: if each read each, p ranks would ask the s
 An asynchronous call is compared, and then started, in a thread of its group, so that its caller can go on: groups, threads and
 messages do not wait for each other, as without debug mode. If the comparison fails, its `wait` raises the error.
 
-A rank that ends or leaves is noticed within about 0.2 s, except with gloo and NCCL, which cannot tell: there the others notice it
-at the time-out. When the process that keeps the store ends (rank 0, or torchrun's agent), all others get an error at once.
+A rank that ends or leaves is noticed within about 0.2 s, except by processes with gloo or NCCL, which cannot tell: there the others
+notice it at the time-out. When the process that keeps the store ends (rank 0, or torchrun's agent), all others get an error at once.
 
 Messages from one rank to another are compared by their two ends (debug_messages.py).
 

@@ -55,18 +55,19 @@ class _Meetings:
 
     news:    guards the others
     over:    why no group can be made any more, or nothing
+    gone:    the ranks whose world has been closed
     came:    by group: how many of its ranks have come
     opening: by group: the files that ranks which are connecting now may still open
     """
 
-    def __init__(self, timeout: float):
-        self.news, self.over, self.timeout = threading.Condition(), "", timeout
+    def __init__(self, timeout: float, gone: Callable[[], list[int]]):
+        self.news, self.over, self.timeout, self.gone = threading.Condition(), "", timeout, gone
         self.came: Counter[str] = Counter()
         self.opening: Counter[str] = Counter()
 
     @contextmanager
-    def meet(self, meeting: tuple[str, int, int, int]) -> Iterator[None]:
-        """Wait until all ranks of a group are here; inside, they connect.
+    def meet(self, meeting: tuple[str, int, int, int]) -> Iterator[Callable[[], list[int]]]:
+        """Wait until all ranks of a group are here; inside, they connect. Gives what tells the ranks that are gone: gloo does not.
 
         raises: RankLost when one fails, or they do not come in time; ConfigError, on the last, if they may not open so many files
         """
@@ -84,7 +85,7 @@ class _Meetings:
                     why = self.over or f"the others did not come within {self.timeout:g} s"
                     raise RankLost(f"rank {rank}: only {self.came[group] + 1} of {size} ranks came to make a group; {why}")
         try:
-            yield
+            yield self.gone
         finally:
             with self.news:
                 self.opening[group] -= files
@@ -108,7 +109,7 @@ class _Simulation:
         self.store.set_timeout(seconds(timeout))
         self.failed: list[tuple[int, BaseException]] = []   # in the order in which the ranks told of it
         self.failed_at = 0.0   # by the monotonic clock; 0 while no rank has failed
-        self.meetings = _Meetings(timeout)
+        self.meetings = _Meetings(timeout, self._gone)
         self.interrupted = False   # set before the worlds are closed: one that comes after that closes itself
         self.results: list[Any] = [None] * size
         self.worlds: list[World | None] = [None] * size
@@ -137,6 +138,9 @@ class _Simulation:
             rank, error = min(self.failed, key=lambda failed: briefly(failed[1]).lost_another)   # the earliest of several that are alike
             raise raisable(error, rank, len(self.worlds))
         return self.results
+
+    def _gone(self) -> list[int]:
+        return [rank for rank, world in enumerate(self.worlds) if world is not None and world._process_group is None]
 
     def _join(self, thread: threading.Thread) -> bool:
         """Wait until a rank has ended; once another has failed, only for a moment. Returns whether it has ended.

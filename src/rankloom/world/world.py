@@ -41,7 +41,9 @@ def as_mesh(ranks: int | Mesh) -> Mesh:
 
 
 Meeting = Callable[[tuple[str, int, int, int]], AbstractContextManager[Any]]
-"""Called with the name of a group, the number of its ranks, this rank, and the number of files that it will open."""
+"""Called with the name of a group, the number of its ranks, this rank, and the number of files that it will open. Its context gives a
+function that tells the ranks of the world that are gone, or None where nobody can tell.
+"""
 
 
 class World(Group):
@@ -112,8 +114,8 @@ class World(Group):
         files = MEMORY if self.backend == connect.SHARED and self.one_host else n
         make_room(files + SPARE, f"a group of {n} ranks")
         store = dist.PrefixStore(meeting, self._store)
-        gone: Callable[[], Sequence[int]] = tuple   # gloo cannot tell which ranks are gone
-        with self._meet((meeting, n, me, files)):
+        with self._meet((meeting, n, me, files)) as told:
+            gone: Callable[[], Sequence[int]] = partial(_places, told, ranks) if told else tuple   # gloo itself cannot tell
             if self.backend == connect.SHARED:
                 shared = build(store, ranks.index(me), n, timeout, ranks=ranks, name=name)
                 pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared
@@ -124,6 +126,11 @@ class World(Group):
                     connect.call_first(pg, ranks.index(me), n, device, timeout)
         watch = dist.PrefixStore("debug", store)
         return pg, Inspector(watch, ranks.index(me), ranks, timeout, gone) if self._debug else None
+
+
+def _places(gone: Callable[[], Sequence[int]], ranks: tuple[int, ...]) -> list[int]:
+    """The numbers that ranks of the world which are gone have in a group of `ranks`."""
+    return [ranks.index(rank) for rank in gone() if rank in ranks]
 
 
 def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:
