@@ -610,8 +610,9 @@ def test_a_dtype_that_the_backend_cannot_carry_is_a_shape_mismatch_that_says_so(
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
 def test_the_largest_of_complex_numbers_is_refused(name, backend):
-    with pytest.raises(rl.ShapeMismatch, match=rf"{name}.*complex"):
+    with pytest.raises(rl.ShapeMismatch, match=rf"{name}.*complex") as caught:
         rl.simulate(2, lambda w: COLLECTIVES[name](w, torch.zeros(4, dtype=torch.complex64), op="max"), backend=backend)
+    assert str(caught.value).isprintable(), "gloo names the operation by a control character"
 
 
 def test_an_error_that_is_no_other_ranks_stays_what_it_is_with_a_note_that_names_rank_and_label():

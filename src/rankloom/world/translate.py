@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, RankloomError, RankLost, ShapeMismatch
+from rankloom.base.text import printable
 from rankloom.world.debug import Inspector
 
 GLOO = re.compile(r"\[\S+:\d+\] ")   # file and line of gloo's source, at the start of all its errors about connections
@@ -38,7 +39,7 @@ class TranslatedErrors:
 
     def _explain(self, error: Exception) -> RankloomError | None:
         """Our error, or None if neither another rank nor the data is to blame: no memory is left, or a device has failed."""
-        text, where = str(error).splitlines()[0], self._where(self._label)
+        text, where = printable(str(error).splitlines()[0]), self._where(self._label)   # gloo names an operation by a control character
         if "imeout" in text or "imed out" in text:
             who = f" Who is where:\n{self._inspector.board.where_is_everyone()}" if self._inspector else (
                 " RANKLOOM_DEBUG=1 says which rank was where.")
