@@ -220,6 +220,13 @@ def test_one_rank_trains_in_this_process_and_generate_reads_its_run(one_rank, he
     assert text == here(*words).stdout, "the same seed, the same text, in any process"
 
 
+def test_generate_does_not_say_of_a_run_whose_tokenizer_is_lost_that_it_was_trained_without_one(one_rank, here, folder):
+    for file in ("model.safetensors", "model.json"):
+        (folder / file).symlink_to(one_rank[0] / "runs" / "one" / file)
+    told = here("generate", folder, "--prompt", "the q")
+    assert told.returncode == 2 and "holds no tokenizer.json" in told.stderr and "or the file is lost" in told.stderr
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1:strict"])
 def test_what_the_encoding_of_the_output_has_not_is_a_question_mark(encoding):
     code = "import sys; from rankloom import cli; cli.app = lambda: print('\\u65e5 ok'); cli.main()"

@@ -461,7 +461,10 @@ def generate(
         raise ConfigError(f"--max-tokens {max_tokens}: must be 1 or more")
     model, tokenizer = load_model(run)
     if tokenizer is None:
-        raise ConfigError(f"{run}: was trained on an array of tokens, so it cannot read a prompt or write text")
+        raise ConfigError(
+            f"{run}: holds no tokenizer.json, to read a prompt with and to write text: it was trained on an array of tokens, or "
+            "the file is lost; then copy that of a run with the same tokenizer"
+        )
     prompts = [tokenizer.encode(prompt)]
     texts = continue_texts(
         model, tokenizer, prompts, max_tokens=max_tokens, temperature=temperature, top_k=top_k or None, seed=seed
