@@ -607,12 +607,23 @@ def test_a_dtype_that_the_backend_cannot_carry_is_a_shape_mismatch_that_says_so(
         rl.simulate(2, lambda w: COLLECTIVES[name](w, torch.zeros(4).to(dtype)))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
-def test_the_largest_of_complex_numbers_is_refused(name, backend):
-    with pytest.raises(rl.ShapeMismatch, match=rf"{name}.*complex") as caught:
-        rl.simulate(2, lambda w: COLLECTIVES[name](w, torch.zeros(4, dtype=torch.complex64), op="max"), backend=backend)
-    assert str(caught.value).isprintable(), "gloo names the operation by a control character"
+def test_the_largest_of_complex_numbers_is_refused_on_one_rank_as_on_several(name, backend, ranks):
+    with pytest.raises(rl.ConfigError, match=rf"{name}.*max of torch.complex64: complex numbers have no order"):
+        rl.simulate(ranks, lambda w: COLLECTIVES[name](w, torch.zeros(4, dtype=torch.complex64), op="max"), backend=backend)
+
+
+def test_what_a_backend_says_is_shown_without_its_control_characters():
+    """gloo names the operation that it refuses by one."""
+    def body(world):
+        with world.translated_errors("gradients"):
+            raise RuntimeError("all_reduce does not support\x04on complex tensors")
+
+    with pytest.raises(rl.ShapeMismatch, match="complex") as caught:
+        rl.simulate(1, body)
+    assert str(caught.value).isprintable()
 
 
 def test_an_error_that_is_no_other_ranks_stays_what_it_is_with_a_note_that_names_rank_and_label():

@@ -67,6 +67,8 @@ def reduction(op: str, dtype: torch.dtype) -> tuple[Any, int, str | None]:
         refusal = f"op {op!r} is not one of {', '.join(REDUCTIONS)}"
     elif op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         refusal = f"the mean of {dtype} is not of that dtype; sum it, then divide"
+    elif dtype.is_complex and op not in ("sum", "mean"):
+        refusal = f"{op} of {dtype}: complex numbers have no order, and no backend multiplies them; gather, then combine"
     known = _Op.AVG if op == "mean" and is_narrow(dtype) else REDUCTIONS.get(op, _Op.SUM)
     return known, OPS[known], refusal
 
