@@ -722,6 +722,13 @@ def test_the_ledger_counts_the_seconds_that_a_rank_waited():
 # ---------------------------------------------------------------- sub-groups
 
 
+def test_a_group_is_named_by_the_axes_along_which_its_ranks_differ():
+    """And not by those that the first caller asked for: the next one asks for the same ranks along other axes."""
+    names = rl.simulate(rl.Mesh(pipe=2, tensor=2), lambda w: (w.group("replicate", "context", "tensor").name, w.group("tensor").name))
+    assert names == [("tensor", "tensor")] * 4
+    assert rl.simulate(rl.Mesh(shard=2), lambda w: w.group("pipe").name) == ["pipe"] * 2
+
+
 @pytest.mark.parametrize("mesh", [rl.Mesh(replicate=2, shard=2), rl.Mesh(replicate=2, tensor=2), rl.Mesh(pipe=3, shard=2)], ids=str)
 def test_a_collective_along_some_axes_stays_among_those_ranks(mesh):
     axes = [axis for axis, n in mesh.sizes().items() if n > 1]

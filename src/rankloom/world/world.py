@@ -83,7 +83,8 @@ class World(Group):
             return self
         self._connected(f"group({', '.join(axes)})")
         if ranks not in self._groups:
-            self._groups[ranks] = self._connect(ranks, "+".join(axes))
+            # axes of one rank add none: the name that the first caller's list of axes would give is not that of the next caller
+            self._groups[ranks] = self._connect(ranks, "+".join(axis for axis in axes if axis in self.mesh.in_use()) or "+".join(axes))
         return self._groups[ranks]
 
     @property
