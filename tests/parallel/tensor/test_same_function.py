@@ -285,6 +285,50 @@ def test_a_size_of_the_whole_where_a_rank_has_a_part_is_explained():
         call(model)
 
 
+class Rotates(Block):
+    """It gets a number for each position, as attention gets angles, and reads whole rows behind its norm."""
+
+    def forward(self, x, *, angles):
+        return x + self.down(self.inside(self.up(self.norm(x)) * angles))
+
+
+class FromWhatIsHere(nn.Module):
+    """It makes them for as many tokens as come out of its embedding."""
+
+    @seeded(3)
+    def __init__(self, kind=Rotates):
+        super().__init__()
+        self.embed, self.layers, self.norm = nn.Embedding(5, WIDTH), nn.ModuleList(kind() for _ in range(2)), nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        angles = torch.arange(x.shape[1]).unsqueeze(-1) + 1.0
+        for layer in self.layers:
+            x = layer(x, angles=angles)
+        return self.norm(x)
+
+
+BY_TOKENS = PLAN | {"embed": "embedding_rowwise", "layers.*.norm": "sequence_parallel", "norm": "sequence_parallel_rep"}
+
+
+def test_positions_made_from_tokens_that_are_cut_already_are_explained():
+    tokens, model = torch.arange(8).view(1, 8) % 5, FromWhatIsHere()
+    split = lambda world, plan: rl.tensor_parallel(copy.deepcopy(model), plan, world)(tokens)
+    with pytest.raises(rl.ConfigError, match=r"layers.0, a Rotates, .*: it raises RuntimeError: .* say sequence_split for the first block"):
+        rl.simulate(2, lambda world: split(world, BY_TOKENS))
+    for whole in rl.simulate(2, lambda world: split(world, BY_TOKENS | {"layers.0": "sequence_split"}).detach()):
+        torch.testing.assert_close(whole, model(tokens).detach())
+
+
+def test_a_block_that_uses_something_of_a_rank_s_own_tokens_is_not_judged():
+    class Scales(Rotates):
+        def forward(self, x, *, angles):
+            return x + self.down(self.inside(self.up(self.norm(x)))) * angles   # behind the sum each rank has its own tokens
+
+    (one, two) = rl.simulate(2, lambda world: rl.tensor_parallel(FromWhatIsHere(Scales), BY_TOKENS, world)(torch.zeros(1, 8).long()).shape)
+    assert one == two == (1, 8, WIDTH)
+
+
 def test_cut_features_that_no_rowwise_layer_takes_are_explained():
     with pytest.raises(rl.ConfigError, match=r"a Block, .*: it raises RuntimeError: .* without a rowwise layer .* packed_qkv_colwise"):
         call(Model(Block), {"layers.*.up": "colwise"})

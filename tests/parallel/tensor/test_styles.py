@@ -429,6 +429,7 @@ def make_pair() -> nn.Module:
     ({"1.first": "rowwise"}, "1.first: 5 features do not divide by 2 ranks"),
     ({"0.first": "packed_qkv_colwise"}, "0 does not say how wide its heads are; give it head_dim, or num_heads"),
     ({"0.first": "sequence_parallel"}, "nothing cuts the stream by tokens before them"),
+    ({7: "colwise"}, "a pattern of the plan=7 is of type int, expected a text such as 'layers.*.mlp.up'"),
     ({}, "the plan is empty, so each of the 2 ranks would hold and compute the whole Sequential; give a plan, such as"),
     ("auto", "plan='auto' is of type str, expected name patterns and their words, as a dict, or None for the model's own tp_plan"),
 ])
@@ -442,6 +443,55 @@ def test_a_plan_that_cannot_be_followed_is_refused_by_all_ranks_with_the_reason(
 
     rl.simulate(2, body)
     assert len(refused) == 2 and all(said in text for text in refused), refused
+
+
+def test_a_rowwise_layer_that_gets_whole_features_says_what_to_name_it_instead():
+    model = shaken(nn.Sequential(*(Pair(nn.Linear(6, 12), nn.Linear(12, 6)) for _ in range(2)), nn.Linear(6, 4)))
+    split = lambda world: rl.tensor_parallel(copy.deepcopy(model), {"2": "rowwise"}, world)   # not in a block, of which copies are tried
+    with pytest.raises(rl.ShapeMismatch, match="2 in group 'world': a rowwise layer reads .* 3 of 6, and got all, .*; say rowwise_rep"):
+        rl.simulate(2, lambda world: run(split(world)))
+
+
+@pytest.mark.parametrize("word", [None, "replicate", "replicated_with_grad_allreduce"])
+def test_queries_are_not_cut_beside_keys_that_stay_whole(word):
+    """With one key-value head the values would be right, and gradients on every rank another part of the whole ones."""
+    model = shaken(InOneModule("num_heads", False, 20))
+    model.k, model.v = nn.Linear(12, 3).double(), nn.Linear(12, 3).double()
+    plan = {"q": "colwise", "o": "rowwise"} | ({"k": word, "v": word} if word else {})
+    with pytest.raises(ConfigError, match="k stays whole beside queries that are cut, .* say colwise for it too"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(copy.deepcopy(model), plan, world))
+    rl.simulate(1, lambda world: rl.tensor_parallel(copy.deepcopy(model), plan, world))   # one rank has all queries
+
+
+def test_a_table_of_positions_is_not_looked_up_for_a_rank_s_own_tokens_counted_from_0():
+    class Learned(Tower):
+        def __init__(self):
+            super().__init__(8, nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12), nn.LayerNorm(12))
+            self.positions = nn.Embedding(12, 12)
+
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            return self.rest(x + self.positions(torch.arange(x.shape[1])))
+
+    plan = {"embed": "embedding_rowwise", "rest.0": "sequence_parallel", "rest.1": "colwise", "rest.2": "rowwise",
+            "rest.3": "sequence_parallel_rep"}
+    with pytest.raises(ConfigError, match="positions may be one of positions: .* say sequence_split for the first block"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(shaken(Learned()), plan, world))
+    expect_equal(2, lambda: shaken(Learned()), run_tokens, plan=plan | {"rest": "sequence_split"})
+
+
+def test_the_model_itself_is_named_in_errors():
+    model = shaken(Fused(heads=6, kv_heads=2))
+    fused = lambda world: rl.tensor_parallel(copy.deepcopy(model), {"qkv": "packed_qkv_colwise", "out": "rowwise"}, world)
+    with pytest.raises(ConfigError, match="^the model: 2 key-value heads, fused with the queries, do not divide by 3 ranks"):
+        rl.simulate(3, fused)
+    with pytest.raises(ConfigError, match=r"Linear has no modules inside that a plan could name; .* nn.Sequential\(layer\)"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(nn.Linear(6, 4), {"": "colwise_rep"}, world))
+
+
+def test_finish_gradients_is_true_or_false():
+    with pytest.raises(ConfigError, match="finish_gradients='no' is of type str"):
+        rl.simulate(2, lambda world: rl.tensor_parallel(make_pair(), {"*.first": "colwise"}, world, finish_gradients="no"))
 
 
 def test_gate_and_up_in_one_matrix_are_not_cut_as_one():

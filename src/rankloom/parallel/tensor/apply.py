@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.expect import expect_type
+from rankloom.base.names import is_inside
 from rankloom.parallel.axes import note_axis
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import guard_part
@@ -29,6 +30,7 @@ from rankloom.parallel.tensor.holding import Holding, held_parameters, sum_parti
 from rankloom.parallel.tensor.same_function import keep_whole, look_before_first_call
 from rankloom.parallel.tensor.styles import COLUMNS, ROWS, STYLES, Cutting, Site, is_transposed, out_features
 from rankloom.parallel.tensor.tags import watch
+from rankloom.parallel.wrapping import repeated_blocks
 from rankloom.world.group import Group
 
 _GPT2 = {
@@ -63,6 +65,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     expect_model_and_group(model, group)
     expect_type("plan", plan, (Mapping, NoneType), _PLAN)
     expect_pieces("overlap", overlap)
+    expect_type("finish_gradients", finish_gradients, bool, "True or False")
     plan = _plan_of(model) if plan is None else dict(plan)
     _expect_same_plan(plan, group)
     if not plan and group.size > 1:
@@ -114,6 +117,8 @@ def _plan_of(model: nn.Module) -> dict[str, str]:
 
 
 def _expect_same_plan(plan: dict[str, str], group: Group) -> None:
+    for pattern in plan:
+        expect_type("a pattern of the plan", pattern, str, "a text such as 'layers.*.mlp.up'")
     if group.size > 1 and any(theirs != plan for theirs in group.all_gather_object(plan, label="tensor-parallel plan")):
         raise ModelMismatch(f"{group.where('tensor_parallel')}: the plans of the ranks differ; give all of them the same")
 
@@ -169,6 +174,8 @@ def _no_match(model: nn.Module, pattern: str) -> str:
     if parameter:
         return (f"plan: {pattern!r} is a parameter of {kind}; a plan names modules, here {pattern.rpartition('.')[0]!r}, and only of those "
                 "that are moe_tp_experts their parameters too")
+    if not names:
+        return f"plan: {kind} has no modules inside that a plan could name; put it into one, such as nn.Sequential(layer)"
     hint = did_you_mean(pattern, {re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", name) for name in names})
     return f"plan: pattern {pattern!r} matches no module of {kind}. {hint}"
 
@@ -185,9 +192,18 @@ def _with_tied(model: nn.Module, words: dict[str, str]) -> dict[str, str]:
 
 
 def _expect_entry(cutting: Cutting) -> None:
-    if cutting.sequence and not {"embedding_rowwise", "sequence_split"} & set(cutting.words.values()):
+    words = set(cutting.words.values())
+    if not cutting.sequence or "sequence_split" in words:
+        return
+    if "embedding_rowwise" not in words:
         raise ConfigError("plan: norms are sequence_parallel, but nothing cuts the stream by tokens before them; make the embedding "
                           "embedding_rowwise, or the first block sequence_split")
+    blocks = list(repeated_blocks(cutting.model))
+    for name, module in cutting.model.named_modules():
+        if isinstance(module, nn.Embedding) and name not in cutting.words and not any(is_inside(name, block) for block in blocks):
+            raise ConfigError(f"plan: the embedding cuts the stream by tokens, and {name} may be one of positions: each rank would look up "
+                              "its own tokens, counted from 0. Cut behind both: say sequence_split for the first block; the embedding may "
+                              f"stay embedding_rowwise. If {name} is not of positions, say replicated_with_grad_allreduce")
 
 
 def _cut_modules(cutting: Cutting) -> None:

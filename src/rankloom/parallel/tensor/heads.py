@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.names import full_name
 from rankloom.parallel.tensor.holding import Spans, cut_each, shared
 
 # The field's names for the width of a head, the number of query heads, and that of KV heads.
@@ -27,6 +28,7 @@ FEATURES = ("split_size", "all_head_size")   # of all query heads together
 QUERIES_OF_A_KEY = ("num_key_value_groups", "n_rep")
 SHORT_QUERIES, SHORT_WIDTHS = ("nh", "n_h", "h"), ("hd", "hs", "d_h", "dh")   # taken for heads only in attention
 CONFIGS = ("config", "cfg", "args")
+KEYS_OR_VALUES = re.compile(r"(w|to_?)?(k|v|kv|key|value|keys|values|key_value)(_proj|_projection|_lin|_linear|_layer)?")
 # Column-cut layers of an MLP, which may stand beside queries, keys and values in one module.
 OF_AN_MLP = re.compile(r"(up|gate|fc1|fc_in|c_fc|w1|w3|lin1|linear1|ff\d?|ffn\d?|mlp)(_\w+)?|"
                        r"fc|lin_in|linear_in|dense_in|dense_h_to_4h|intermediate|expand")   # not fc_q, which is of attention
@@ -96,7 +98,7 @@ def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | N
     features: of its column-cut layers, before the cut; the largest are the queries
     raises:   ConfigError where it seems to be attention, but has neither
     """
-    most = max(features)
+    name, most = name or "the model", max(features)
     seems_attention = len(features) > 2 or len(set(features)) > 1   # a gated MLP has two such layers, equally wide
     if width := _first(module, WIDTHS):
         # GPT-NeoX lays query, key and value of each head side by side: all three are cut as one head
@@ -143,6 +145,7 @@ def fused_heads_of(module: nn.Module, name: str, features: int) -> tuple[Heads, 
 
     raises: ConfigError when the module does not say how wide a head is
     """
+    name = name or "the model"
     width, query, key_values = _first(module, WIDTHS), _anywhere(module, QUERIES), _anywhere(module, KEY_VALUES)
     if not width and query:
         width = features // (query + 2 * (key_values or query))
@@ -153,9 +156,14 @@ def fused_heads_of(module: nn.Module, name: str, features: int) -> tuple[Heads, 
     return Heads(width, query, name), key_values or None
 
 
-def tell_local_counts(module: nn.Module, cuts: Sequence[Cut]) -> None:
-    """After the cut, set an attention module's counts of heads to those of this rank. cuts: of queries, keys and values"""
+def tell_local_counts(module: nn.Module, name: str, cuts: Sequence[Cut]) -> None:
+    """After the cut, set the counts of heads of an attention module, `name`, to those of this rank. cuts: of queries, keys and values
+
+    raises: ConfigError where keys or values are still whole
+    """
     query, key_values = max(cuts), min(cuts)
+    if query.here < query.whole:
+        _expect_no_whole_keys(module, name)
     values = [(QUERIES, query.here), (KEY_VALUES, key_values.here), (FEATURES, query.here * query.width),
               (QUERIES_OF_A_KEY, query.here // key_values.here)]
     known = {name: value for names, value in values for name in names}
@@ -167,6 +175,14 @@ def tell_local_counts(module: nn.Module, cuts: Sequence[Cut]) -> None:
             setattr(module, name, known[name])
         elif counts_heads and count in here:   # an unknown name
             setattr(module, name, here[count])
+
+
+def _expect_no_whole_keys(module: nn.Module, name: str) -> None:
+    """Every rank would use them for its own queries, and have one term of their gradient and of that of their input."""
+    for child, layer in module.named_children():
+        if isinstance(layer, nn.Linear) and KEYS_OR_VALUES.fullmatch(child.lower()):
+            raise ConfigError(f"{full_name(name, child)} stays whole beside queries that are cut, so each rank would have one term of its "
+                              "gradient: say colwise for it too. Of fewer key-value heads than ranks, neighbours hold the same ones")
 
 
 def _anywhere(module: nn.Module, names: Sequence[str]) -> int:

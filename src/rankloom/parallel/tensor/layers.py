@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankloom.base.errors import ShapeMismatch
 from rankloom.base.layout import Layout
 from rankloom.parallel.tensor.moves import BY_TOKENS, BY_WIDTH, GRAD_PARTIAL, PARTIAL, WHOLE, Entrance, claim, redistribute
 from rankloom.world.group import Group
@@ -96,8 +97,16 @@ class RowLinear(nn.Module):
         """x: [..., in / p] -> [..., out], or this rank's tokens of it.   sent: an all-reduce, or reduce-scatter, of the output"""
         if self.slices:
             x = redistribute(x, WHOLE, BY_WIDTH, self.group, label=self.label)
+        self._expect_part(x)
         y = self.multiply(x)
         return y if self.bias is None else y + self.bias   # once, after the sum
+
+    def _expect_part(self, x: Tensor) -> None:
+        whole = self.group.size * self.in_features
+        if self.group.size > 1 and x.shape[-1] == whole:
+            raise ShapeMismatch(f"{self.group.where(self.label)}: a rowwise layer reads a rank's own features, {self.in_features} of "
+                                f"{whole}, and got all, a tensor of shape {tuple(x.shape)}; say rowwise_rep, which takes this rank's "
+                                "features of a whole input, or colwise for the layers before it")
 
     def multiply(self, x: Tensor) -> Tensor:
         """x: [..., in / p] -> [..., out], summed; or this rank's tokens of it."""

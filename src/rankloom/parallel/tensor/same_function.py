@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rankloom.base.errors import RankLost
+from rankloom.base.errors import RankLost, ShapeMismatch
 from rankloom.base.layout import Layout
 from rankloom.base.names import is_inside
 from rankloom.base.rng import usual_values
@@ -39,6 +39,8 @@ ACROSS = ("Does the plan cut something across? Matrices fused in one (packed_col
 A_SIZE = ("Does it use a size of the whole, such as `self.n_embd`, where a rank has a part? Take it from the tensor: `x.shape[-1]`. Else "
           "the plan may leave cut features without a rowwise layer behind them, or cut across matrices fused in one, which must be "
           "packed_colwise or packed_qkv_colwise")
+POSITIONS = ("Are its positions, or its mask, made from tokens that are cut already, as models of `transformers` make them? Then cut the "
+             "stream behind that: say sequence_split for the first block; the embedding may stay embedding_rowwise")
 AT_MOST = 1 << 30   # elements of a block that is looked at: it is whole, for a moment, on every rank
 MANY = 0.25         # of the vectors in an output that may differ: a router of experts may send one of many elsewhere
 OF_WHAT_IS_ADDED = 0.02   # that may be rounding, in 16 bits, whose sums are rounded once, or in another kernel
@@ -145,14 +147,20 @@ class _Look:
             whole = call(values)
         fails = torch.tensor([isinstance(whole, Exception) or self.group.ledger.messages != sent], device=device)
         mine = fingerprint(torch.cat([fails, *(bits(x).to(device) for x in tensors_in(given))]))
-        if (self.group.all_gather(mine[None], label="same function: arguments") != mine).any() or isinstance(whole, Exception) or fails:
+        by_tokens = self.between is not WHOLE
+        if (self.group.all_gather(mine[None], label="same function: arguments") != mine).any():
+            return None
+        if fails and not (by_tokens and isinstance(whole, Exception)):
             return None
         parts = {name: held[name].cut(value, self.group.rank) for name, value in values.items()}
         cut = _called(self.cut, parts | _buffers(block), args, kwargs)
         if isinstance(cut, Exception):
-            is_of_shapes = type(cut) in (RuntimeError, ValueError)   # as torch and Python say it; other kinds have other causes
-            return f"it raises {type(cut).__name__}: {cut}. {A_SIZE}" if is_of_shapes else None
-        if self.between is not WHOLE:
+            is_of_shapes = type(cut) in (RuntimeError, ValueError, ShapeMismatch)   # other kinds have other causes
+            hint = POSITIONS if isinstance(whole, Exception) else A_SIZE
+            return f"it raises {type(cut).__name__}: {cut}. {hint}" if is_of_shapes else None
+        if isinstance(whole, Exception):
+            return None
+        if by_tokens:
             cut[""] = [redistribute(x, self.between, WHOLE, self.group, label="same function") for x in cut[""][:1]]
         differs = partial(_differs, x=next(tensors_in(given)), eps=seen.eps)
         wrong = [name for name in whole if name in cut and any(map(differs, cut[name], whole[name]))]

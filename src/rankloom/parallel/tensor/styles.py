@@ -118,7 +118,7 @@ class Cutting:
     def tell_attention(self) -> None:
         """After all cuts: set the counts of heads in attention modules to those of this rank."""
         for name, local in self.heads.items():
-            tell_local_counts(self.model.get_submodule(name), local)
+            tell_local_counts(self.model.get_submodule(name), name, local)
 
 
 @dataclass(frozen=True, slots=True)
