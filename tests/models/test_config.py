@@ -1,6 +1,7 @@
 """Shapes of models: presets, the size dial, and arithmetic that must agree with the real model."""
 
 import math
+import re
 import subprocess
 import sys
 
@@ -67,6 +68,12 @@ def test_an_unknown_override_names_the_nearest():
     (dict(dropout=-0.1), "dropout"),
     (dict(norm_eps=0.0), "above 0"),
     (dict(rope_base=-1.0), "above 0"),
+    (dict(rope_base=math.nan), "above 0, and finite"),
+    (dict(norm_eps="1e-5"), "norm_eps = '1e-5' must be numbers"),
+    (dict(dropout=None), "dropout = None; it must be a number"),
+    (dict(tie="no"), "model.tie is 'no'; it must be True or False"),
+    (dict(moe=8), "model.moe is 8; it must be a MoEConfig"),
+    (dict(moe={"expert": 8}), "model.moe.expert is unknown. Did you mean 'experts'?"),
 ])
 def test_an_impossible_shape_is_refused_with_its_numbers(wrong, message):
     with pytest.raises(ConfigError, match=message):
@@ -86,7 +93,7 @@ def test_config_needs_no_torch():
 
 
 @pytest.mark.parametrize("name", ["capacity", "balance_loss", "router_z_loss", "bias_rate"])
-@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, None, True, [0.5]])
 def test_numbers_of_experts_that_are_none_are_refused(name, value):
-    with pytest.raises(ConfigError, match=rf"model.moe.{name} = {value}; it must be 0 or more, and finite"):
+    with pytest.raises(ConfigError, match=rf"model.moe.{name} = {re.escape(repr(value))}; it must be 0 or more, and finite"):
         MoEConfig(**{name: value})

@@ -207,3 +207,14 @@ def test_real_processes_agree_with_one():
     total, count = language_model_loss(GPT(CONFIG, dtype=torch.float64), batch_of())
     for mean in rl.spawn(2, in_a_process):
         assert mean == pytest.approx(total.item() / count.item(), rel=RTOL)
+
+
+def test_one_row_alone_and_what_is_no_model_or_group_are_refused_in_words():
+    model = GPT(CONFIG)
+    called = lambda world: context_parallel(copy.deepcopy(model), world)(torch.zeros(8, dtype=torch.long))
+    with pytest.raises(rl.ShapeMismatch, match=r"tokens of shape \(8,\), expected rows \[B, T\]"):
+        rl.simulate(2, called)
+    with pytest.raises(rl.ConfigError, match="group=None is of type NoneType, expected a Group"):
+        context_parallel(model, None)
+    with pytest.raises(rl.ConfigError, match="model='gpt' is of type str, expected a torch module"):
+        rl.simulate(2, lambda world: context_parallel("gpt", world))

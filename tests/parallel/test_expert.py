@@ -281,6 +281,8 @@ def test_experts_that_cannot_be_spread_are_refused_with_the_reason():
         with pytest.raises(ConfigError, match=r"GPT has no layers of experts to spread: modules with config, .*tensor, by a plan"):
             expert_parallel(GPT(dataclasses.replace(CONFIG, moe=None)), world)
         spread = expert_parallel(make_model(experts=10), world)
+        with pytest.raises(ConfigError, match="group=None is of type NoneType, expected a Group"):
+            expert_parallel(make_model(), None)
         with pytest.raises(ConfigError, match=r"the experts of blocks.0.mlp are spread already"):
             expert_parallel(spread, world)
         own = make_model(experts=10)

@@ -6,6 +6,10 @@ from math import inf
 from rankloom.base.errors import ConfigError, did_you_mean
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
     """A mixture of experts in place of each block's MLP.
@@ -31,8 +35,9 @@ class MoEConfig:
         if self.top_k > self.experts:
             raise ConfigError(f"model.moe.top_k = {self.top_k}, but there are {self.experts} experts")
         for name in ("capacity", "balance_loss", "router_z_loss", "bias_rate"):
-            if not 0 <= getattr(self, name) < inf:
-                raise ConfigError(f"model.moe.{name} = {getattr(self, name)}; it must be 0 or more, and finite")
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < inf:
+                raise ConfigError(f"model.moe.{name} = {value!r}; it must be 0 or more, and finite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,12 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.moe, dict):   # read back from JSON
+            known = [field.name for field in fields(MoEConfig)]
+            if unknown := self.moe.keys() - set(known):
+                raise ConfigError(f"model.moe.{min(unknown)} is unknown. {did_you_mean(min(unknown), known)}")
             object.__setattr__(self, "moe", MoEConfig(**self.moe))
+        if not isinstance(self.moe, MoEConfig | None):
+            raise ConfigError(f"model.moe is {self.moe!r}; it must be a MoEConfig, or None for a dense model")
         for name in ("vocab_size", "seq_len", "width", "layers", "heads", "kv_heads", "ffn"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -69,10 +79,12 @@ class GPTConfig:
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.kv_heads = {self.kv_heads} must divide heads = {self.heads}: "
                               "each key-value head serves the same number of query heads")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout = {self.dropout}; it must be in [0, 1)")
-        if self.rope_base <= 0 or self.norm_eps <= 0:
-            raise ConfigError(f"model.rope_base = {self.rope_base} and norm_eps = {self.norm_eps} must be above 0")
+        if not isinstance(self.tie, bool):
+            raise ConfigError(f"model.tie is {self.tie!r}; it must be True or False")
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout = {self.dropout!r}; it must be a number in [0, 1)")
+        if not all(_is_number(each) and 0 < each < inf for each in (self.rope_base, self.norm_eps)):
+            raise ConfigError(f"model.rope_base = {self.rope_base!r} and norm_eps = {self.norm_eps!r} must be numbers above 0, and finite")
 
     @property
     def head_width(self) -> int:

@@ -48,6 +48,11 @@ class Rotary(nn.Module):
         self.build(probe.device, torch.float64 if probe.dtype == torch.float64 else torch.float32)
         return super()._apply(fn, recurse)   # type: ignore[no-untyped-call]
 
+    def expect_room(self, length: int) -> None:
+        """Raise DataError for a sequence of more tokens than there are positions."""
+        if length > self.seq_len:
+            raise DataError(f"a sequence of {length} tokens, but the model reads at most {self.seq_len}; raise seq_len or cut the sequence")
+
     def forward(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [stop - start, 1, D/2] of positions start .. stop - 1."""
         return self.cos[start:stop, None], self.sin[start:stop, None]
@@ -187,9 +192,7 @@ class GPT(nn.Module):
         """
         start = caches[0].length if caches else 0
         stop = start + tokens.shape[1]
-        if stop > self.config.seq_len:
-            raise DataError(f"a sequence of {stop} tokens, but the model reads at most {self.config.seq_len}; "
-                            "raise seq_len or cut the sequence")
+        self.rotary.expect_room(stop)
         cos, sin = self.rotary(start, stop) if part.positions is None else self.rotary.at(part.positions)
         x = self.embedding_dropout(self.embedding(tokens))
         for i, block in enumerate(self.blocks):

@@ -59,6 +59,7 @@ def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], SequencePart
                x: Tensor) -> Tensor:
     now = part()
     tokens = x if inputs is None else inputs()
+    rotary.expect_room(getattr(now, "length", tokens.shape[1]))   # a part of whole sequences knows how long these are
     cos, sin = rotary(0, tokens.shape[1]) if now.positions is None else rotary.at(now.positions)
     return block(x, cos, sin, part=now)   # type: ignore[no-any-return]
 

@@ -32,6 +32,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from rankloom.base.cost import Bill
 from rankloom.base.documents import Documents, document_cuts
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch, did_you_mean
+from rankloom.base.expect import expect_type
 from rankloom.base.scoped import temporarily
 from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.sequences import Spans, Tile, cut_sequence, merged, tiles
@@ -59,6 +60,8 @@ def context_parallel(model: nn.Module, group: Group, kind: str = RING, *, tell: 
            DataError for a row longer than the model's `config.seq_len`, if it has one, or shorter than there are ranks; on the first call,
            ConfigError for a model in which tokens see each other outside of attention (parallel/tokens_apart.py)
     """
+    expect_type("model", model, nn.Module, "a torch module")
+    expect_type("group", group, Group, "a Group: the world that rl.init gives, or world.group(axis)")
     expect_kind(kind)
     signature = inspect.signature(model.forward)   # now: a compiler or wrapper may hide it later
     if "part" not in signature.parameters:
@@ -133,18 +136,19 @@ class _OwnTokens:
         if kwargs.get("caches") is not None or isinstance(kwargs.get("part"), TokensApart):
             return args, kwargs
         documents = kwargs.pop("documents", None)
-        given = self.signature.bind(*args, **kwargs).arguments
-        length, limit = given["tokens"].shape[1], getattr(getattr(model, "config", None), "seq_len", None)
+        tokens = self.signature.bind(*args, **kwargs).arguments["tokens"]
+        if tokens.dim() < 2:
+            raise ShapeMismatch(f"{self.group.where('context parallel')}: tokens of shape {tuple(tokens.shape)}, expected rows [B, T]")
+        length, limit = tokens.shape[1], getattr(getattr(model, "config", None), "seq_len", None)
         if limit is not None and length > limit:
             raise DataError(f"a sequence of {length} tokens, but the model reads at most {limit}; raise seq_len or cut the sequence")
         if self.apart is not None:
-            some = self.apart.some(length, given["tokens"].device)
+            some = self.apart.some(length, tokens.device)
             return tuple(some.cut(value, length) for value in args), {
                 **{name: some.cut(value, length) for name, value in kwargs.items()}, "part": some}
-        cuts = document_cuts(documents, length, len(given["tokens"]))
-        part = Context(self.group, length, self.kind, documents=cuts, device=given["tokens"].device)
+        part = Context(self.group, length, self.kind, documents=document_cuts(documents, length, len(tokens)), device=tokens.device)
         if self.is_first and self.group.size > 1:
-            expect_tokens_apart(model, self.group, given["tokens"], args, kwargs)
+            expect_tokens_apart(model, self.group, tokens, args, kwargs)
             self.is_first = False
         if self.tell:
             self.tell(part.spans[self.group.rank], length)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Load
+from rankloom.base.expect import expect_type
 from rankloom.base.modes import run_together
 from rankloom.base.names import full_name
 from rankloom.parallel.all_to_all import deal_rows
@@ -74,6 +75,8 @@ def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
     raises: ConfigError when p does not divide the experts of a layer, there are none, they are spread already, or they cannot be shared or
             are tied to other modules
     """
+    expect_type("model", model, nn.Module, "a torch module")
+    expect_type("group", group, Group, "a Group: the world that rl.init gives, or world.group(axis)")
     layers = expert_layers(model)
     if not layers:
         raise ConfigError(f"{group.where('expert_parallel')}: {type(model).__name__} has no layers of experts to spread: modules with "

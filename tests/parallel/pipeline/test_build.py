@@ -79,6 +79,36 @@ def test_modules_that_are_no_pieces_are_refused_in_words():
         rl.simulate(2, lambda w: rl.pipeline([nn.Linear(1, 1), nn.Linear(1, 1)], None, w, microbatches=2))
 
 
+@pytest.mark.parametrize(("wrong", "says"), [
+    (dict(pieces=nn.Linear(1, 1)), r"pieces is of type Linear, expected a list of \({name: module}, function\)"),
+    (dict(loss=3), "loss=3 cannot be called, expected a function of the last piece's output"),
+    (dict(microbatches="2"), "a schedule for microbatches='2': expected a whole number"),
+    (dict(microbatches=True), "a schedule for microbatches=True: expected a whole number"),
+    (dict(microbatches=2.0, schedule="zb-1p"), "a schedule for microbatches=2.0: expected a whole number"),
+    (dict(chunks="2"), "a schedule for chunks='2': expected a whole number"),
+], ids=str)
+def test_options_of_another_type_are_refused_in_words(wrong, says):
+    given = dict(pieces=[({name: layer}, layer) for name in "ab" for layer in [nn.Linear(1, 1)]], loss=len, microbatches=2) | wrong
+    pieces, loss = given.pop("pieces"), given.pop("loss")
+    with pytest.raises(rl.ConfigError, match=says):
+        rl.simulate(2, lambda w: rl.pipeline(pieces, loss, w, **given))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize(("given", "says"), [
+    (batches()[0], "micro-batch 0 is a Tensor, expected two parts"),   # one micro-batch in place of a list of them
+    ([batches()[0], (1, 2, 3)], "micro-batch 1 is a tuple, expected two parts"),
+])
+def test_micro_batches_that_are_no_pairs_are_refused_before_anything_runs(given, says, evaluates):
+    def body(world):
+        model = rl.GPT(CONFIG)
+        pipe = rl.pipeline(gpt_pieces(model), gpt_answer(model), world, microbatches=2)
+        (pipe.evaluate if evaluates else pipe.step)(given)
+
+    with pytest.raises(rl.BatchError, match=says):
+        rl.simulate(2, body)
+
+
 def test_more_stages_than_pieces_and_unknown_schedules_are_refused():
     pieces = [({"a": nn.Linear(1, 1)}, None)] * 2
     with pytest.raises(rl.ConfigError, match="3 stages for a model of 2 pieces"):

@@ -504,6 +504,29 @@ def test_modules_without_parameters_stay_with_the_one_before():
     assert [list(modules) for modules, _ in sequential_pieces(plain_sequence())] == [["0", "1", "2", "3"], ["4", "5"], ["6"], ["7"]]
 
 
+@pytest.mark.parametrize(("wrong", "says"), [
+    (dict(pieces=3), r"pieces=3 cannot be called, expected a function of the model"),
+    (dict(loss="mse"), r"loss='mse' cannot be called, expected a function of the model"),
+    (dict(pieces=lambda model: []), "2 stages for a model of 0 pieces"),
+    (dict(pieces=lambda model: None), r"pieces=None is of type NoneType, expected a list of \({name: module}, function\)"),
+    (dict(pieces=lambda model: model), "piece 0 is a Linear, expected"),
+    (dict(chunks="2"), "a schedule for chunks='2': expected a whole number"),
+])
+def test_a_pipe_that_is_told_nonsense_says_so(wrong, says):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    prepare = lambda world: rl.prepare(copy.deepcopy(model), loss=of_logits, optimizer=adamw, world=world, pipe=rl.Pipe(**wrong))
+    with pytest.raises(rl.ConfigError, match=says):
+        rl.simulate(rl.Mesh(pipe=2), prepare)
+
+
+@pytest.mark.parametrize("mesh", [rl.Mesh(), rl.Mesh(pipe=2), rl.Mesh(pipe=2, context=2), rl.Mesh(pipe=2, tensor=2)], ids=str)
+def test_rows_longer_than_our_gpt_reads_are_refused_in_stages_as_in_one_process(mesh):
+    model, rows = gpt(), torch.zeros(ROWS, TOKENS + 2, dtype=torch.long)
+    step = lambda world: rl.prepare(copy.deepcopy(model), loss=language_model_loss, optimizer=adamw, world=world).step((rows, rows))
+    with pytest.raises(rl.DataError, match=rf"a sequence of {TOKENS + 2} tokens, but the model reads at most {TOKENS}"):
+        rl.simulate(mesh, step)
+
+
 def test_a_sequence_of_too_few_modules_for_the_stages_is_refused():
     model = plain_sequence()
     with pytest.raises(rl.ConfigError, match="6 stages for a model of 4 pieces"):

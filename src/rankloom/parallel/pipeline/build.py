@@ -1,13 +1,13 @@
 """`rl.pipeline`: from a list of pieces and the name of a schedule to this rank's part of a pipeline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
 from rankloom.base.errors import ConfigError
-from rankloom.base.expect import expect_type
+from rankloom.base.expect import expect_callable, expect_type
 from rankloom.parallel.equal_start import make_replicas_equal
-from rankloom.parallel.pipeline.cut import Piece, balance, find_tied, make_stages
+from rankloom.parallel.pipeline.cut import Piece, balance, expect_pieces, find_tied, make_stages
 from rankloom.parallel.pipeline.measure import MeasuredPiece, measure_pieces, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import HOOKS, Hooks, Loss, MicroBatch, Pipeline
@@ -34,10 +34,7 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     This rank trains the parameters of `pipeline.stages`. Drop the whole model to free the rest.
     """
     expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
-    for number, piece in enumerate(pieces):
-        if not (isinstance(piece, tuple) and len(piece) == 2 and isinstance(piece[0], Mapping)):
-            raise ConfigError(f"piece {number} is a {type(piece).__name__}, expected ({{name: module}}, function); of modules that run one "
-                              "after the other, pieces_of(model, names) in parallel/pipeline/cut.py makes them")
+    expect_pieces(pieces)
     stages = group.size * stages_a_rank(schedule, chunks)
     if example is None and memory is not None:
         raise ConfigError(f"memory={memory!r} has no meaning without an example to measure the pieces with")
@@ -51,6 +48,7 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     whole = nn.ModuleList(modules)
     if not any(param.is_meta for param in whole.parameters()):
         make_replicas_equal(whole, group)   # a tied parameter that differs would stay two
+    expect_callable("loss", loss, "a function of the last piece's output and the second part of a micro-batch")
     return Pipeline({stage: modules[stage] for stage in runs.held_by(group.rank)}, group, runs, loss, tied=tied, hooks=hooks)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.expect import expect_type
 from rankloom.parallel.pipeline.runtime import Tied
 from rankloom.parallel.wrapping import has_parameters
 
@@ -41,6 +42,15 @@ class Stage(nn.Module):
             output = run(*values)
             values = output if isinstance(output, tuple) else tuple(output) if type(output) is list else (output,)
         return output
+
+
+def expect_pieces(pieces: Any) -> None:
+    """Raise ConfigError unless it is a list of pieces."""
+    expect_type("pieces", pieces, Sequence, "a list of ({name: module}, function), as gpt_pieces(model) of models/pieces.py makes it")
+    for number, piece in enumerate(pieces):
+        if not (isinstance(piece, tuple) and len(piece) == 2 and isinstance(piece[0], Mapping)):
+            raise ConfigError(f"piece {number} is a {type(piece).__name__}, expected ({{name: module}}, function); of modules that run one "
+                              "after the other, pieces_of(model, names) in parallel/pipeline/cut.py makes them")
 
 
 def pieces_of(model: nn.Module, names: Iterable[str]) -> list[Piece]:
@@ -136,6 +146,8 @@ def multiplied_parameters(pieces: Sequence[Piece], numbers: Mapping[str, int], t
     numbers: of elements of the whole model's parameters, by name; tables: those of embeddings. Ranks that hold different parts of the
              model are given the same
     """
+    if not pieces:
+        return []
     held = [dict(Stage([piece]).named_parameters()) for piece in pieces]
     multiplied = [held[0].keys() - {name for name in held[0] if name in tables}, *held[1:]]
     if len(multiplied[0]) == len(held[0]):

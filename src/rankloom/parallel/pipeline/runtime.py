@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import BatchError, ConfigError
+from rankloom.base.expect import expect_type
 from rankloom.base.loss import sum_and_count, take_auxiliary_loss
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.pipeline.actions import Action, Schedule
@@ -86,6 +87,7 @@ class Pipeline:
         returns: fp64 [sum of the loss, count], on every rank
         raises:  BatchError when the schedule is for another number of micro-batches; LossError
         """
+        expect_type("microbatches", microbatches, Sequence, "a list of micro-batches, each (input of stage 0, targets)")
         if len(microbatches) != self.schedule.microbatches:
             raise BatchError(f"{self.group.where('step')}: {len(microbatches)} micro-batches for a schedule of "
                              f"{self.schedule.microbatches}; make one for the number there is")
@@ -131,6 +133,10 @@ class Pipeline:
     # ------------------------------------------------------------------ a step
 
     def _run(self, actions: Sequence[Action], microbatches: Sequence[MicroBatch]) -> Tensor:
+        for number, microbatch in enumerate(microbatches):
+            if not (isinstance(microbatch, tuple | list) and len(microbatch) == 2):
+                raise BatchError(f"{self.group.where('step')}: micro-batch {number} is a {type(microbatch).__name__}, expected two parts: "
+                                 "what the first stage is called with, and what the loss compares with")
         self._step = microbatches
         self._totals = torch.zeros_like(self._totals)
         self._live.clear()     # of a step that failed

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Integral
 
 from rankloom.base.errors import ConfigError, did_you_mean
 from rankloom.parallel.pipeline.actions import OWN, Action, Schedule
@@ -199,6 +200,13 @@ SCHEDULES = {
 }
 
 
+def expect_whole_numbers(**numbers: object) -> None:
+    """Raise ConfigError unless all are whole numbers."""
+    for what, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Integral):
+            raise ConfigError(f"a schedule for {what}={number!r}: expected a whole number")
+
+
 def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None = None, *, others: Iterable[str] = ()) -> Schedule:
     """A known schedule for this number of stages, without communication.
 
@@ -214,6 +222,7 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None 
         raise ConfigError(f"there is no schedule {name!r}. {did_you_mean(name, [*SCHEDULES, *others])}")
     known = SCHEDULES[name]
     chunks = known.fewest if chunks is None else chunks
+    expect_whole_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
     if stages < 1 or microbatches < 1:
         raise ConfigError(f"{stages} stages and {microbatches} micro-batches: expected 1 or more of each")
     if chunks < known.fewest or (known.most and chunks > known.most):

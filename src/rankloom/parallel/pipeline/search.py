@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.pipeline.actions import Action, Schedule
-from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from rankloom.parallel.pipeline.schedules import SCHEDULES, expect_whole_numbers, make_schedule
 from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
 
 SEARCHED = {"zb-1p": 1.0, "zb-2p": 2.0}   # names, and memory as a multiple of that of 1F1B
@@ -38,7 +38,8 @@ def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> 
 
 
 def stages_a_rank(name: str, chunks: int | None) -> int:
-    """How many stages each rank holds under a schedule: `chunks`; left out, as few as it allows."""
+    """How many stages each rank holds under a schedule: `chunks`; left out, as few as it allows. raises: ConfigError"""
+    expect_whole_numbers(chunks=chunks or 0)
     return chunks or (SCHEDULES[name].fewest if name in SCHEDULES else 1)
 
 
@@ -48,6 +49,7 @@ def named_schedule(name: str, stages: int, microbatches: int, chunks: int | None
     costs:  of the stages, for searched schedules; left out, all take equally long
     raises: ConfigError
     """
+    expect_whole_numbers(stages=stages, microbatches=microbatches)
     if name not in SEARCHED:
         return make_schedule(name, stages, microbatches, chunks, others=SEARCHED)
     if chunks not in (None, 1):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from rankloom.base.errors import ConfigError, LossError
+from rankloom.base.expect import expect_callable
 from rankloom.models.gpt import GPT
 from rankloom.models.pieces import BeforeOutput, gpt_answer, gpt_pieces
 from rankloom.parallel.data import embeddings
@@ -57,6 +58,9 @@ class Pipe:
     memory: float | None = None
 
     def __post_init__(self) -> None:
+        for name, function in (("pieces", self.pieces), ("loss", self.loss)):
+            if function is not None:
+                expect_callable(f"pipe=rl.Pipe({name}=...): {name}", function, "a function of the model")
         if self.sizes is not None and not (isinstance(self.sizes, Sequence) and all(isinstance(size, Integral) for size in self.sizes)):
             raise ConfigError(f"pipe=rl.Pipe(sizes={self.sizes!r}): expected how many pieces each stage gets, as a list such as [3, 4, 2]")
         if self.sizes is not None and self.example is not None:

@@ -8,7 +8,7 @@ Read parallel/pipeline/build.py and runtime.py before this file.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +25,7 @@ from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
-from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
+from rankloom.parallel.pipeline.cut import Piece, Stage, expect_pieces, in_runs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
@@ -128,7 +128,10 @@ def pieces_for(chosen: ChosenPipe, model: nn.Module, running: RunningMicrobatch)
     if running.context.size > 1 and not running.packs:
         raise ConfigError(f"{running.context.where('pipeline')}: these pieces of a {type(model).__name__} take no `part`, so their "
                           "attention cannot see tokens on other ranks; see gpt_pieces in models/pieces.py, or use one context rank")
-    return list(chosen.pieces(model, **{name: offered[name] for name in offered if name in asked}))
+    given = chosen.pieces(model, **{name: offered[name] for name in offered if name in asked})
+    pieces: Any = list(given) if isinstance(given, Iterable) else given   # a function may yield them
+    expect_pieces(pieces)
+    return pieces   # type: ignore[no-any-return]
 
 
 def _under_first_names(pieces: Sequence[Piece], model: nn.Module) -> list[Piece]:
