@@ -53,7 +53,7 @@ def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, bat
         return
     parts = with_halves(batch, min(held, max(2, held // (shards or pieces))), world.rank)
     on_any = lambda here: bool(world.all_reduce(torch.tensor([here], dtype=torch.uint8, device=group.device), "max",
-                                                label="does the loss seem a mean"))
+                                                label="is the loss a sum"))
     devices = [group.device] if group.device.type == "cuda" else []
     with torch.random.fork_rng(devices, enabled=world.size == 1):   # on several ranks draws are not those of one process in any case
         expect_sum(totals_of, model, parts, world.rank, on_any, together=runs_together(model) or world.group(*SHARING_AXES).size > 1)
@@ -75,7 +75,7 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
     together: ranks wait for each other in a forward
     raises:   LossError
     """
-    if is_compiled(model):
+    if on_any(is_compiled(model)):   # a pipeline stage may hold nothing that is
         return
     with evaluating(model), state_put_back(model):
         (whole, count), *halves = [_tried(totals_of, part, model, rank, together) for part in parts]
@@ -104,7 +104,7 @@ def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module,
     apart:  apart(some tokens) is a context in which the model returns values of these only, as it does of a rank's own in training
     raises: LossError, on all ranks. A collective of the world, as `on_any`
     """
-    if is_compiled(model):
+    if on_any(is_compiled(model)):
         return
     found, tried = [], [Apart(which) for which in (ALL, ALL, EVEN, ODD)]
     with evaluating(model), state_put_back(model):

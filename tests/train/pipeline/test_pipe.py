@@ -200,6 +200,22 @@ def test_a_loss_that_returns_a_mean_is_refused_in_stages_too(mesh):
         rl.simulate(mesh, lambda world: trained(world, gpt(), mean, token_batches(ROWS, TOKENS, VOCAB)))
 
 
+@pytest.mark.parametrize("mesh", [rl.Mesh(pipe=2), rl.Mesh(pipe=2, context=2)], ids=str)
+def test_a_model_of_which_one_stage_alone_is_compiled_trains_as_in_one_process(mesh):
+    """One stage tried the loss as a sum, the other did not; so one of them took the other's messages for its own, or waited."""
+    batches = token_batches(ROWS, TOKENS, VOCAB)
+
+    def body(world):
+        model = gpt()
+        model.blocks[0].compile(disable=True)   # as far as it can be seen; a copy would not be
+        engine = rl.prepare(model, loss=of_targets, optimizer=adamw, world=world, accumulate=2)
+        return [engine.step(batch).loss for batch in batches]
+
+    (truth,) = rl.simulate(1, body)
+    for losses in rl.simulate(mesh, body, timeout=20.0):
+        assert losses == pytest.approx(truth, rel=BOUND)
+
+
 class Halved(rl.GPT):
     """Its own way through the blocks."""
 
