@@ -189,6 +189,14 @@ def test_a_run_with_nothing_left_to_do_is_refused_before_it_has_a_folder(folder,
     assert [path.name for path in Path("runs").iterdir()] == ["one"]
 
 
+def test_a_run_that_only_its_end_is_missing_of_is_finished(folder, here):
+    assert here("train", "train.toml", "--run.name", "one", "--checkpoint.interval", "6").returncode == 0
+    (Path("runs") / "one" / "summary.json").unlink()   # as if it had been killed in its last evaluation
+    done = here("train", "train.toml", "--run.name", "two", "--checkpoint.resume", "runs/one")
+    assert done.returncode == 0, done.stderr
+    assert "nothing was left to train after step 6\nrun folder: runs/two" in done.stdout
+
+
 def test_a_study_whose_folder_cannot_be_written_names_its_own_option(folder, here):
     done = here("scale", "train.toml", "--ranks", "1", "--out", "/proc/study")
     assert done.returncode == 2 and "error: --out /proc/study: cannot be made or written" in done.stderr and "---" not in done.stdout

@@ -178,7 +178,8 @@ def _conclude(summary: "Summary", steps: int) -> None:
     from rankloom.train.run.finish import describe_end
 
     run = Path(summary.folder)
-    _show([_draw_loss(run), *describe_end(summary, steps), f"run folder: {run}"])
+    drawn = [_draw_loss(run)] if summary.steps > summary.steps_before else []
+    _show([*drawn, *describe_end(summary, steps), f"run folder: {run}"])
 
 
 def _draw_loss(run: Path) -> str:

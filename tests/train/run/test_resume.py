@@ -3,7 +3,7 @@
 import shlex
 import signal
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from rankloom.checkpoint.manifest import to_json
 from rankloom.train.run import facts, loop
 from rankloom.train.run.config import load_config
 from rankloom.train.run.finish import describe_end
+from rankloom.train.run.folder import write_json
 from rankloom.train.run.resume import expect_steps_left, newest_checkpoint
 from rankloom.train.run.weights import load_model
 from rankloom.world.join import init
@@ -158,6 +159,24 @@ def test_what_has_no_steps_left_is_known_before_a_run_has_a_folder(table, tmp_pa
     expect_steps_left(table(train={"steps": 3}, checkpoint={"resume": summary.folder}))
     with pytest.raises(ConfigError, match="step-00000002: is of step 2, and .train. steps = 2: nothing is left to train"):
         expect_steps_left(table(train={"steps": 2}, checkpoint={"resume": summary.folder}))
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_run_that_did_not_get_to_its_end_after_the_last_step_is_finished_by_the_next(table, how):
+    """It was refused as one with nothing left to train, and its weights could be had only by training further."""
+    whole, _ = run(table(checkpoint={"interval": 3}))
+    folder = Path(whole.folder)
+    if how == "killed":
+        (folder / "summary.json").unlink()
+    else:
+        write_json(folder / "summary.json", asdict(replace(whole, stopped_by=signal.SIGTERM)))
+    (folder / "model.safetensors").unlink()
+    config = table(train={"samples": 1}, checkpoint={"resume": whole.folder})
+    expect_steps_left(config)
+    summary, _ = run(config, 2)
+    assert summary.steps_before == summary.steps == whole.steps and summary.validation_loss == pytest.approx(whole.validation_loss)
+    assert (Path(summary.folder) / "model.safetensors").exists() and (Path(summary.folder) / "samples.txt").exists()
+    assert describe_end(summary, whole.steps) == [f"nothing was left to train after step {whole.steps}"]
 
 
 def test_without_an_interval_no_checkpoint_is_written(table):

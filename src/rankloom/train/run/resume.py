@@ -6,6 +6,7 @@ A resumed run has its own folder and may have another mesh. Only the step and th
 decay, betas and momentum are those of its own config.
 """
 
+import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from rankloom.train.run.schema import Config
 from rankloom.train.run.weights import save_tokenizer
 from rankloom.train.state import NEW_RUN
 
-FOLDER = "checkpoints"
+FOLDER, SUMMARY = "checkpoints", "summary.json"
 CONFIGURED = ("weight_decay", "betas", "momentum")   # of a parameter group; the learning rate comes from the schedule
 
 
@@ -114,6 +115,9 @@ def resume(job: Job, engine: Engine) -> None:
     for group, configured in zip(groups, ours):
         group.update(configured)
     _expect_steps_left(path, engine.steps_done, job.config)
+    if engine.steps_done == job.config.train.steps:
+        job.say(f"finishes the run of {path}, which was stopped after its last step, {engine.steps_done}")
+        return
     job.say(f"goes on from {path}, after step {engine.steps_done}")
     if not job.config.checkpoint.interval:
         job.say("this run writes no checkpoints itself; --checkpoint.interval N writes one every N steps")
@@ -121,7 +125,7 @@ def resume(job: Job, engine: Engine) -> None:
 
 
 def expect_steps_left(config: Config) -> None:
-    """Before a run has a folder: check that what it resumes from is there, and is not of its last step. raises: ConfigError, DataError"""
+    """Before a run has a folder: check that what it resumes from is there, and leaves it something to do. raises: ConfigError, DataError"""
     if config.checkpoint.resume is not None:
         path = newest_checkpoint(Path(config.checkpoint.resume))
         with _naming_the_one_before(path):
@@ -130,9 +134,18 @@ def expect_steps_left(config: Config) -> None:
 
 
 def _expect_steps_left(path: Path, done: int, config: Config) -> None:
+    """A run that was killed after its last step has still to evaluate, and to write its weights."""
     steps = config.train.steps
-    if done >= steps:
+    if done > steps or (done == steps and _has_ended(path.parent.parent)):
         raise ConfigError(f"{path}: is of step {done}, and [train] steps = {steps}: nothing is left to train; give more --train.steps")
+
+
+def _has_ended(run: Path) -> bool:
+    """Whether a run has done all: its summary comes last."""
+    try:
+        return not json.loads((run / SUMMARY).read_text())["stopped_by"]
+    except (OSError, ValueError, LookupError):   # there is none, or it is not whole
+        return False
 
 
 def say_how_to_resume(run: Path, steps_left: int) -> list[str]:
