@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rankloom.base.errors import ConfigError
-from rankloom.world.transport.channel import KERNELS, ROOM, Channel
-from rankloom.world.transport.codes import ANYONE, TIMED_OUT
+from rankloom.world.transport.channel import KERNELS, ROOM, Channel, table_of_calls
+from rankloom.world.transport.codes import ALL_GATHER, ALL_REDUCE, ANYONE, AVG, BARRIER, BROADCAST, REDUCE, SUM, TIMED_OUT
+from rankloom.world.transport.operands import BYTES, NUMBERS
 
 
 def told(rank: int, *, blamed: int = -1, arrived: list[int] | None = None, states: str = "SSSS", peers: tuple[int, ...] = ()) -> str:
@@ -54,3 +56,18 @@ def test_the_kernel_has_room_for_as_many_ranks_as_are_let_in():
 ])
 def test_a_time_out_names_those_that_cannot_come_else_those_that_have_not_and_never_its_own_rank(rank, status, text):
     assert told(rank, **status) == text
+
+
+def test_calls_that_differ_are_told_by_what_their_kind_has_and_with_numbers_of_the_world():
+    """A barrier had a sum and lengths, a sum had a root, no elements were "lengths of its own", and roots were counted in the group."""
+    floats, doubles = NUMBERS[torch.float32], NUMBERS[torch.float64]
+    calls = [(BROADCAST, floats, SUM, 1, 12), (REDUCE, doubles, AVG, 2, 16), (ALL_REDUCE, floats, SUM, 0, 0), (BARRIER, BYTES, SUM, 0, 0),
+             (ALL_GATHER, floats, SUM, 0, 0), None]
+    assert table_of_calls((10, 11, 12, 13, 14, 15), calls).splitlines() == [
+        "  rank 10: broadcast(root rank 11), 12 bytes of float32",
+        "  rank 11: reduce(avg, root rank 12), 16 bytes of float64",
+        "  rank 12: all_reduce(sum), 0 bytes of float32",
+        "  rank 13: barrier",
+        "  rank 14: all_gather, lengths of its own of float32",
+        "  rank 15: has not come to this call",
+    ]

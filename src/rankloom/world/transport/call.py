@@ -28,6 +28,7 @@ LANES = {         # read by the root and by others, written by the root and by o
     REDUCE_SCATTER: (EACH, EACH, 1, 1), SCATTER: (EACH, 0, 1, 1), ALL_TO_ALL: (EACH, EACH, EACH, EACH), BARRIER: (1, 1, 1, 1)}
 REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
 DEALT = tuple(kind for kind, (by_root, *_) in LANES.items() if by_root == EACH)   # whose slots hold another lane for each rank
+ROOTED = tuple(kind for kind, lanes in LANES.items() if lanes[0::2] != lanes[1::2])
 OWN_LENGTHS = tuple(kind for kind, lanes in LANES.items() if EACH in lanes)   # each pair of ranks may have another length
 
 

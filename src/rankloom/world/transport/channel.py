@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, DeviceError, RankloomError, RankLost
 from rankloom.world.transport import fallback
+from rankloom.world.transport.call import OWN_LENGTHS, REDUCING, ROOTED
 from rankloom.world.transport.codes import (
     ABORTED,
     ALL_GATHER,
@@ -37,6 +38,8 @@ from rankloom.world.transport.memory import map_together
 from rankloom.world.transport.operands import BYTES, NUMBERS, OPS
 
 T = TypeVar("T")
+DTYPE_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in NUMBERS.items()}
+OP_NAMES = {code: op.name.lower() for op, code in OPS.items()}
 KERNELS: dict[str, Any] = {}   # the best first
 with contextlib.suppress(ImportError):   # no compiler when this was installed
     KERNELS["C"] = import_module("rankloom.world.transport._shared")
@@ -193,13 +196,15 @@ class Channel:
 
 def table_of_calls(ranks: Sequence[int], calls: Sequence[Sequence[int] | None]) -> str:
     """The call of each rank, one line each. ranks: numbers in the world; calls: kind, number, op, root, bytes, or None if not made"""
-    dtypes, ops = {code: dtype for dtype, code in NUMBERS.items()}, {code: op.name for op, code in OPS.items()}
-    rows = []
-    for rank, call in zip(ranks, calls):
-        if call is None:
-            rows.append(f"  rank {rank}: has not come to this call")
-            continue
-        kind, number, op, root, nbytes = call
-        size, dtype = f"{nbytes} bytes" if nbytes else "lengths of its own", str(dtypes[number]).removeprefix("torch.")
-        rows.append(f"  rank {rank}: {KINDS[kind]}({ops[op].lower()}, root {root}), {size} of {dtype}")
-    return "\n".join(rows)
+    said = ["has not come to this call" if call is None else _describe(ranks, *call) for call in calls]
+    return "\n".join(f"  rank {rank}: {what}" for rank, what in zip(ranks, said))
+
+
+def _describe(ranks: Sequence[int], kind: int, number: int, op: int, root: int, nbytes: int) -> str:
+    """A call in words: only what calls of its kind have, and the root by its number in the world."""
+    if kind == BARRIER:
+        return KINDS[kind]
+    chosen = [OP_NAMES[op]] * (kind in REDUCING) + [f"root rank {ranks[root]}"] * (kind in ROOTED)
+    size = "lengths of its own" if kind in OWN_LENGTHS and not nbytes else f"{nbytes} bytes"
+    with_what = f"({', '.join(chosen)})" if chosen else ""
+    return f"{KINDS[kind]}{with_what}, {size} of {DTYPE_NAMES[number]}"
