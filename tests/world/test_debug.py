@@ -498,9 +498,10 @@ def test_ranks_that_wait_for_one_that_has_raised_are_set_free_and_no_thread_is_l
             raise ZeroDivisionError
         {1: lambda: group.all_reduce(torch.ones(1)), 2: world.barrier, 3: lambda: world.recv(torch.ones(1), 0)}[mine]()
 
+    before = {*threading.enumerate()}   # an earlier test may have left some to their time-out
     with pytest.raises(ZeroDivisionError):
         rl.simulate(rl.Mesh(replicate=2, shard=2), body, timeout=600.0, backend=backend)
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("rank-")], AT_ONCE)
+    wait_until(lambda: not [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("rank-")])
 
 
 def test_what_a_rank_announced_before_it_left_counts():

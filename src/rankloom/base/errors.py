@@ -51,7 +51,8 @@ class ModelMismatch(RankloomError, ValueError):
 
 
 class CollectiveMismatch(RankloomError, RuntimeError):
-    """Ranks called different collectives, or the same in another order, or send other numbers of rows than are expected (debug mode)."""
+    """Ranks called different collectives, or the same in another order, or send something else than is expected (over gloo and NCCL:
+    noticed in debug mode; among threads, always)."""
 
 
 class RankLost(RankloomError, RuntimeError):

@@ -28,6 +28,7 @@ from rankloom.world.handle import Handle as Handle
 from rankloom.world.handle import InFlight
 from rankloom.world.ledger import Ledger as Ledger
 from rankloom.world.pairwise import combine_in_order, expect_message, ignores_tags, in_order, keep, start_both, start_dealing, start_gather
+from rankloom.world.referee import Seat
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
 from rankloom.world.transport.operands import completed, dealt_rows, expect_movable, expect_operand, expect_rank, reduction, untouched
@@ -45,7 +46,7 @@ class Group:
 
     def __init__(self, process_group: dist.ProcessGroup | None, rank: int | None = None, ranks: Sequence[int] | None = None, *,
                  name: str = "world", device: torch.device | str = "cpu", timeout: float = 300.0, one_host: bool = False,
-                 inspector: Inspector | None = None, topology: Topology | None = None, twin: "Callable[[], Group] | None" = None,
+                 inspector: Inspector | Seat | None = None, topology: Topology | None = None, twin: "Callable[[], Group] | None" = None,
                  ledger: Ledger | None = None):
         own_rank, size = (process_group.rank(), process_group.size()) if process_group is not None else (0, 1)
         self.rank, self.ranks = own_rank if rank is None else rank, tuple(range(size) if ranks is None else ranks)
@@ -71,7 +72,7 @@ class Group:
     @property
     def debug(self) -> bool:
         """Whether ranks compare each call before they make it."""
-        return self._inspector is not None
+        return isinstance(self._inspector, Inspector)
 
     @property
     def in_order(self) -> bool:
@@ -309,7 +310,7 @@ class Group:
 
     def translated_errors(self, label: str) -> TranslatedErrors:
         """A context that turns a backend's failure into an error with rank, group and label."""
-        return TranslatedErrors(self.where, label, self.timeout, self._inspector)
+        return TranslatedErrors(self.where, label, self.timeout, self._inspector if isinstance(self._inspector, Inspector) else None)
 
     # ------------------------------------------------------------------ inside
 

@@ -3,7 +3,7 @@
 import atexit
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -20,7 +20,8 @@ from rankloom.world.connect import GLOO
 from rankloom.world.failure import briefly, raisable
 from rankloom.world.launch import debug_mode
 from rankloom.world.open_files import make_room
-from rankloom.world.world import SPARE, World, as_mesh
+from rankloom.world.referee import Referee
+from rankloom.world.world import SPARE, Told, World, as_mesh
 
 T = TypeVar("T")
 RESOLVING = threading.Lock()
@@ -33,7 +34,8 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
     """Run `body(world)` in threads of this process, one for each rank, over real gloo. Returns their results in rank order.
 
     When a rank raises, the others are woken at once, and the first exception is raised here with a note that names the rank. If
-    gloo cannot wake a thread, it is left to its time-out after a second. For `sys.exit` in a rank this raises RankFailed.
+    gloo cannot wake a thread, it is left to its time-out after a second. For `sys.exit` in a rank this raises RankFailed; when ranks make
+    different calls, CollectiveMismatch.
     Starts in milliseconds. Ranks share the interpreter, so this is for tests and for reading, not for speed. They also share torch's
     default generator: what a body draws from it depends on which rank comes first, even after `torch.manual_seed`. Make models before,
     or draw from a generator of the body's own.
@@ -53,21 +55,23 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
 class _Meetings:
     """Where ranks that make a group wait for each other before they connect: gloo cannot be set free when it waits for one that has failed.
 
-    news:    guards the others
-    over:    why no group can be made any more, or nothing
-    gone:    the ranks whose world has been closed
-    came:    by group: how many of its ranks have come
-    opening: by group: the files that ranks which are connecting now may still open
+    news:     guards the others
+    over:     why no group can be made any more, or nothing
+    gone:     the ranks whose world has been closed
+    came:     by group: how many of its ranks have come
+    referees: by group: what compares the calls of its ranks
+    opening:  by group: the files that ranks which are connecting now may still open
     """
 
     def __init__(self, timeout: float, gone: Callable[[], list[int]]):
         self.news, self.over, self.timeout, self.gone = threading.Condition(), "", timeout, gone
         self.came: Counter[str] = Counter()
+        self.referees: defaultdict[str, Referee] = defaultdict(Referee)
         self.opening: Counter[str] = Counter()
 
     @contextmanager
-    def meet(self, meeting: tuple[str, int, int, int]) -> Iterator[Callable[[], list[int]]]:
-        """Wait until all ranks of a group are here; inside, they connect. Gives what tells the ranks that are gone: gloo does not.
+    def meet(self, meeting: tuple[str, int, int, int]) -> Iterator[Told]:
+        """Wait until all ranks of a group are here; inside, they connect.
 
         raises: RankLost when one fails, or they do not come in time; ConfigError, on the last, if they may not open so many files
         """
@@ -78,6 +82,7 @@ class _Meetings:
                 make_room(self.opening.total() + size * files + SPARE, f"a group of {size} ranks in one process")
                 self.opening[group] = size * files
             self.came[group] += 1
+            referee = self.referees[group]
             self.news.notify_all()
             while self.came[group] < size:
                 if self.over or not self.news.wait(deadline - time.monotonic()):
@@ -85,7 +90,7 @@ class _Meetings:
                     why = self.over or f"the others did not come within {self.timeout:g} s"
                     raise RankLost(f"rank {rank}: only {self.came[group] + 1} of {size} ranks came to make a group; {why}")
         try:
-            yield self.gone
+            yield Told(self.gone, referee)
         finally:
             with self.news:
                 self.opening[group] -= files

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from rankloom.world.group import Group
 from rankloom.world.ledger import Ledger
 from rankloom.world.open_files import make_room
 from rankloom.world.pairwise import is_nccl
+from rankloom.world.referee import Referee, Seat
 from rankloom.world.transport.meet import name_of
 from rankloom.world.transport.process_group import build
 from rankloom.world.transport.router import DeviceRouter
@@ -40,10 +41,19 @@ def as_mesh(ranks: int | Mesh) -> Mesh:
     return Mesh(replicate=ranks)
 
 
-Meeting = Callable[[tuple[str, int, int, int]], AbstractContextManager[Any]]
-"""Called with the name of a group, the number of its ranks, this rank, and the number of files that it will open. Its context gives a
-function that tells the ranks of the world that are gone, or None where nobody can tell.
-"""
+class Told(NamedTuple):
+    """What ranks of one process know of each other, over gloo too: which ranks of the world are gone, and the calls of a group."""
+
+    gone: Callable[[], Sequence[int]]
+    referee: Referee
+
+
+Meeting = Callable[[tuple[str, int, int, int]], AbstractContextManager[Told | None]]
+"""Called with the name of a group, the number of its ranks, this rank, and the number of files that it will open."""
+
+
+def _in_a_process_of_its_own(meeting: tuple[str, int, int, int]) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class World(Group):
@@ -58,7 +68,7 @@ class World(Group):
 
     def __init__(self, store: dist.Store, rank: int, ranks: int | Mesh, device: torch.device, *, timeout: float,
                  local_rank: int = 0, local_size: int = 1, one_host: bool = True, debug: bool = False,
-                 topology: Topology | None = None, backend: str = connect.AUTO, meet: Meeting = nullcontext):
+                 topology: Topology | None = None, backend: str = connect.AUTO, meet: Meeting = _in_a_process_of_its_own):
         self._meet = meet
         self.mesh, self.axes_named = as_mesh(ranks), isinstance(ranks, Mesh)
         mesh = self.mesh
@@ -108,7 +118,7 @@ class World(Group):
                      inspector=inspector, topology=self.topology.among(ranks), twin=partial(_twin, weakref.ref(self), ranks), ledger=ledger)
 
     def _join(self, ranks: tuple[int, ...], me: int, device: torch.device, timeout: float, name: str,
-              purpose: str = "group") -> tuple[dist.ProcessGroup | None, Inspector | None]:
+              purpose: str = "group") -> tuple[dist.ProcessGroup | None, Inspector | Seat | None]:
         if len(ranks) == 1:
             return None, None
         n, meeting = len(ranks), f"{purpose}/{name_of(ranks)}"
@@ -116,7 +126,7 @@ class World(Group):
         make_room(files + SPARE, f"a group of {n} ranks")
         store = dist.PrefixStore(meeting, self._store)
         with self._meet((meeting, n, me, files)) as told:
-            gone: Callable[[], Sequence[int]] = partial(_places, told, ranks) if told else tuple   # gloo itself cannot tell
+            gone: Callable[[], Sequence[int]] = partial(_places, told.gone, ranks) if told else tuple   # gloo itself cannot tell
             if self.backend == connect.SHARED:
                 shared = build(store, ranks.index(me), n, timeout, ranks=ranks, name=name)
                 pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared
@@ -125,8 +135,9 @@ class World(Group):
                 pg = connect.connect(store, ranks.index(me), n, device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
                 if purpose != TWIN and is_nccl(pg, device):
                     connect.call_first(pg, ranks.index(me), n, device, timeout)
-        watch = dist.PrefixStore("debug", store)
-        return pg, Inspector(watch, ranks.index(me), ranks, timeout, gone) if self._debug else None
+        if self._debug:
+            return pg, Inspector(dist.PrefixStore("debug", store), ranks.index(me), ranks, timeout, gone)
+        return pg, told.referee.seat(ranks.index(me), ranks) if told and self.backend == connect.GLOO else None
 
 
 def _places(gone: Callable[[], Sequence[int]], ranks: tuple[int, ...]) -> list[int]:

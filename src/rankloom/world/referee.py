@@ -1,0 +1,100 @@
+"""Ranks as threads over gloo: each call is compared with those of the other ranks, as far as they have come, before it starts.
+
+gloo ends the process when ranks disagree about a length, and takes one dtype for another. Where ranks are threads, that process is the
+whole program, such as a test runner. They also have memory in common, so comparing costs microseconds, and nobody waits: whoever comes
+second finds a difference before its bytes move. Debug mode (debug.py) compares labels too, and tells all ranks.
+"""
+
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rankloom.base.errors import CollectiveMismatch
+from rankloom.world.debug import Fingerprint, call_site
+from rankloom.world.debug_messages import Way
+from rankloom.world.debug_queue import Start
+
+
+class End(NamedTuple):
+    """One end of a message."""
+
+    op: str      # send or recv
+    numel: int
+    dtype: str
+    shape: list[int]
+    site: str
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.dtype}{self.shape} at {self.site}"
+
+
+class Referee:
+    """The calls of one group that not all of its ranks have made, and the messages of which one end has come. Shared by its ranks."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()   # guards the rest
+        self.counts: Counter[int] = Counter()                        # collectives that each rank has begun
+        self.calls: defaultdict[int, dict[int, Fingerprint]] = defaultdict(dict)   # by number and rank
+        self.messages: defaultdict[Way, deque[End]] = defaultdict(deque)   # the same end of all that wait on a way
+
+    def seat(self, rank: int, names: Sequence[int]) -> "Seat":
+        """What rank number `rank` of the group compares its calls by. names: the ranks' numbers in the world"""
+        return Seat(self, rank, names)
+
+
+class Seat:
+    """One rank's place at the referee, used as an Inspector is."""
+
+    def __init__(self, referee: Referee, rank: int, names: Sequence[int]):
+        self._referee, self._rank, self._names = referee, rank, names
+
+    def checked(self, mine: Fingerprint, start: Start, async_op: bool) -> Start:
+        """`start` itself. raises: CollectiveMismatch when a rank that has come makes another call"""
+        at = self._referee
+        with at.lock:
+            at.counts[self._rank] += 1
+            number = at.counts[self._rank]
+            came = at.calls[number]
+            other = next((rank for rank, theirs in came.items() if not self._fit(mine, rank, theirs)), None)
+            calls = {self._rank: mine} if other is None else {other: came[other], self._rank: mine}
+            came[self._rank] = mine
+            if len(came) == len(self._names):
+                del at.calls[number]
+        if other is not None:
+            raise self._mismatch(f"collective number {number} of this group is not the same on all ranks", calls,
+                                 "Every rank must make the same calls in the same order, and expect what the others send.")
+        return start
+
+    def announce(self, op: str, x: Tensor, peer: int, tag: int) -> Sequence[object]:
+        """The same for one end of a message, `send` or `recv`. Nobody has to wait for anything."""
+        at, way = self._referee, (self._rank, peer, tag) if op == "send" else (peer, self._rank, tag)
+        mine = End(op, x.numel(), str(x.dtype).removeprefix("torch."), list(x.shape), call_site())
+        with at.lock:
+            waiting = at.messages[way]
+            if not waiting or waiting[0].op == op:
+                waiting.append(mine)
+                return ()
+            theirs = waiting.popleft()
+        if (mine.numel, mine.dtype) != (theirs.numel, theirs.dtype):
+            raise self._mismatch("a message is not what its receiver expects", {peer: theirs, self._rank: mine},
+                                 "Give `recv` a tensor of the same dtype, with as many elements.")
+        return ()
+
+    def close(self) -> None:
+        """Nothing to end: nobody waits here."""
+
+    def _fit(self, mine: Fingerprint, rank: int, theirs: Fingerprint) -> bool:
+        """Whether this rank's call and that of another are the same; of an all-to-all, whether they deal each other what they expect."""
+        if (mine.op, mine.shape, mine.dtype) != (theirs.op, theirs.shape, theirs.dtype):
+            return False
+        if mine.rows is None or theirs.rows is None:
+            return True
+        (sends, expects), (their_sends, they_expect) = mine.rows, theirs.rows
+        return sends[rank] == they_expect[self._rank] and their_sends[self._rank] == expects[rank]
+
+    def _mismatch(self, what: str, calls: Mapping[int, object], advice: str) -> CollectiveMismatch:
+        table = "\n".join(f"  rank {self._names[rank]}: {call}" for rank, call in sorted(calls.items()))
+        return CollectiveMismatch(f"rank {self._names[self._rank]}: {what}:\n{table}\n{advice}")
