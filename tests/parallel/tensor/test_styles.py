@@ -126,12 +126,23 @@ class Bank(nn.Module):
         return torch.einsum("nei,eoi,ne->no", F.silu(gate) * up, self.down, weights)
 
 
-class Mixture(nn.Module):
-    """A router that all ranks have, and experts of which each has a part."""
+class BankAndIdentity(Bank):
+    """The same, and one more that returns its input, as LongCat's do."""
 
     def __init__(self):
         super().__init__()
-        self.router, self.experts = nn.Linear(6, 3), Bank()
+        self.identity = nn.Identity()
+
+    def forward(self, x, weights):
+        return super().forward(x, weights[:, :3]) + self.identity(x) * weights[:, 3:]
+
+
+class Mixture(nn.Module):
+    """A router that all ranks have, and experts of which each has a part."""
+
+    def __init__(self, identity: bool = False):
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 4 if identity else 3), BankAndIdentity() if identity else Bank()
 
     def forward(self, x):
         flat = x.flatten(0, 1)
@@ -287,6 +298,7 @@ EXPERTS = {"experts": "moe_tp_experts", "experts.gate_up": "packed_colwise", "ex
 @pytest.mark.parametrize("ranks", RANKS)
 def test_matrices_of_experts_are_cut_each_and_their_router_learns_from_all(ranks):
     expect_equal(ranks, lambda: shaken(Mixture()), run, plan=EXPERTS)
+    expect_equal(ranks, lambda: shaken(Mixture(identity=True)), run, plan=EXPERTS | {"experts.identity": "moe_identity_expert"})
 
 
 @pytest.mark.parametrize(("plan", "said"), [
@@ -416,8 +428,8 @@ def make_pair() -> nn.Module:
     ({"*.frist": "colwise"}, "pattern '*.frist' matches no module of Sequential. Did you mean '*.first'?"),
     ({"0.first": "colwise", "encoder.*.up": "rowwise"}, "pattern 'encoder.*.up' matches no module"),
     ({"first": "colwise"}, "pattern 'first' matches no module"),
-    ({"*": "colwise"}, "0: colwise cuts nn.Linear and Conv1D, but this is a Pair"),
-    ({"1.second": "rowwise"}, "1.second: rowwise cuts nn.Linear and Conv1D, but this is a Conv1d"),
+    ({"*": "colwise"}, "0: colwise is for nn.Linear and Conv1D, but this is a Pair"),
+    ({"1.second": "rowwise"}, "1.second: rowwise is for nn.Linear and Conv1D, but this is a Conv1d"),
     ({"*.first": "columnwise"}, "'*.first' is to be 'columnwise', which is no style. Did you mean 'colwise'?"),
     ({"*.first": None}, "'*.first' is to be None, which is no style. Known: colwise"),
     ({"*.first": "colwise", "0.first": "rowwise"}, "0.first is to be both 'colwise' and 'rowwise'"),

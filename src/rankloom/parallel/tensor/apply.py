@@ -26,9 +26,10 @@ from rankloom.parallel.axes import note_axis
 from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
 from rankloom.parallel.guards import guard_part
 from rankloom.parallel.tensor.between import watch_dropout
+from rankloom.parallel.tensor.cutting import Cutting, Site
 from rankloom.parallel.tensor.holding import Holding, held_parameters, sum_partial_gradients
 from rankloom.parallel.tensor.same_function import keep_whole, look_before_first_call
-from rankloom.parallel.tensor.styles import COLUMNS, ROWS, STYLES, Cutting, Site, is_transposed, out_features
+from rankloom.parallel.tensor.styles import COLUMNS, ROWS, STYLES, is_transposed, out_features
 from rankloom.parallel.tensor.tags import watch
 from rankloom.parallel.wrapping import repeated_blocks
 from rankloom.world.group import Group

@@ -98,6 +98,7 @@ def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | N
     features: of its column-cut layers, before the cut; the largest are the queries
     raises:   ConfigError where it seems to be attention, but has neither
     """
+    _expect_no_whole_latents(module, name)
     name, most = name or "the model", max(features)
     seems_attention = len(features) > 2 or len(set(features)) > 1   # a gated MLP has two such layers, equally wide
     if width := _first(module, WIDTHS):
@@ -118,6 +119,36 @@ def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | N
                           f"attention, but only {hints[0]} could say how many heads that are; give the module itself num_heads, "
                           "or head_dim if it reads the number off its input")
     return None
+
+
+def _expect_no_whole_latents(module: nn.Module, name: str) -> None:
+    """In a plan that does not know them: every rank would have one term of the gradient of the features that go past the heads' layers."""
+    if latents := next((child for child, _ in module.named_children() if child.startswith("kv_a_proj")), None):
+        raise ConfigError(f"{full_name(name, latents)} makes a key that heads of all ranks read, beside the latents of keys and values, "
+                          "so each rank would have one term of its gradient: say mla_kv_a_proj for it")
+
+
+def heads_behind_latents(module: nn.Module, name: str, features: int) -> Heads:
+    """The heads of one layer of multi-head latent attention: queries, and keys and values side by side, have widths of their own.
+
+    raises: ConfigError when the module does not say how many they are
+    """
+    name, count = name or "the model", _anywhere(module, QUERIES)
+    if not count:
+        raise ConfigError(f"{name} does not say how many heads it has; give it num_heads")
+    if features % count:
+        raise ConfigError(f"{name}: {features} features are not equally many for each of {count} heads")
+    return Heads(features // count, count, name)
+
+
+def rotated_features_of(module: nn.Module, layer: str, features: int) -> int:
+    """How many of the `features` of the layer before the latents are its rotated key; 0 if it makes none. raises: ConfigError"""
+    owners = (module, getattr(module, "config", None))
+    rotated = next((value for owner in owners if isinstance(value := getattr(owner, "qk_rope_head_dim", None), int)), None)
+    if rotated is None or not 0 <= rotated < features:
+        raise ConfigError(f"{layer}: mla_kv_a_proj wants to know how many of its {features} features, the last ones, are the rotated key; "
+                          f"the module around it says qk_rope_head_dim={rotated}")
+    return rotated
 
 
 def has_width(module: nn.Module) -> bool:

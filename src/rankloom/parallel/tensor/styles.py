@@ -9,9 +9,12 @@
                                     head lie side by side (GPT-NeoX), say colwise, and give the module head_dim alone
     embedding_rowwise               cut over the vocabulary, padded if needed
     embedding_colwise               cut by features, and the output gathered
+    mla_kv_a_proj                   whole, as what it makes: latents of keys and values (the layer behind them is colwise), then the rotated
+                                    key that all heads read, whose gradient backward sums (DeepSeek-V2)
     vocabulary_output               logits, or the loss without gathering them               (our own; models/gpt.py)
     moe_tp_experts                  a module whose parameters [experts, out, in] the plan names too: colwise cuts the last dim but one,
                                     rowwise the last; its input is whole, its output all-reduced
+    moe_identity_expert             inside such a module, returns what it gets: 1/p of it on each of p ranks, for the sum
     sequence_parallel               a norm of this rank's tokens; its output is gathered for the split layers after it
     sequence_parallel_rep           the same, before layers that are not split               (our own)
     sequence_dropout                dropout of a rank's tokens, with its part of one mask    (our own)
@@ -22,145 +25,39 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
-from rankloom.base.hooks import copy_user_attributes, hooks_of, is_hooked
 from rankloom.base.layout import Layout
 from rankloom.base.names import full_name
-from rankloom.parallel.tensor.heads import Cut, fused_heads_of, has_width, heads_of, of_an_mlp, tell_local_counts
+from rankloom.parallel.tensor.cutting import Site
+from rankloom.parallel.tensor.heads import (
+    Cut,
+    Heads,
+    fused_heads_of,
+    has_width,
+    heads_behind_latents,
+    heads_of,
+    of_an_mlp,
+    rotated_features_of,
+)
 from rankloom.parallel.tensor.holding import Holding, Spans, cut_evenly, hold, padded
 from rankloom.parallel.tensor.layers import (
     ColumnLinear,
     RowLinear,
     TokenDropout,
+    change_first_before,
     move_after,
     split_tokens_before,
     sum_over_experts,
 )
-from rankloom.parallel.tensor.moves import BY_TOKENS, BY_WIDTH, GRAD_PARTIAL, WHOLE, Entrance
-from rankloom.parallel.tensor.overlap import OverlappedColumnLinear, OverlappedEntrance, OverlappedRowLinear
-from rankloom.parallel.tensor.tags import Ends, declare
+from rankloom.parallel.tensor.moves import BY_TOKENS, BY_WIDTH, GRAD_PARTIAL, WHOLE, Entrance, redistribute
+from rankloom.parallel.tensor.overlap import OverlappedColumnLinear, OverlappedRowLinear
+from rankloom.parallel.tensor.tags import Ends, declare, unwatched
 from rankloom.parallel.tensor.vocabulary import VocabularyOutput, VocabularyShard, look_up_own_rows
-from rankloom.world.group import Group
-
-
-@dataclass
-class Cutting:
-    """A model that is being cut: what the steps of the cut share."""
-
-    model: nn.Module
-    group: Group
-    words: dict[str, str]              # module name -> word
-    features: dict[str, int]           # of the linear layers that are cut by output features, before the cut
-    pieces: int = 1                    # of a row-cut product (`overlap`)
-    new: dict[int, tuple[nn.Parameter, nn.Parameter, Holding]] = field(default_factory=dict)   # id -> whole, part, how: ties are kept
-    entrances: dict[str, Entrance] = field(default_factory=dict)
-    heads: dict[str, list[Cut]] = field(default_factory=dict)                                  # attention -> of queries, keys, values
-
-    @property
-    def sequence(self) -> bool:
-        """Whether activations between the split layers are cut by tokens."""
-        return bool({"sequence_parallel", "sequence_parallel_rep"} & set(self.words.values()))
-
-    @property
-    def stream(self) -> Layout:
-        """The layout of activations between the split layers."""
-        return BY_TOKENS if self.sequence else WHOLE
-
-    def words_in(self, parent: str) -> dict[str, str]:
-        """The words of the modules that stand directly in this one."""
-        return {name: word for name, word in self.words.items() if name.rpartition(".")[0] == parent}
-
-    def cut(self, source: nn.Module, name: str, holding: Holding) -> nn.Parameter:
-        """This rank's part of a parameter; a tied one is cut once, and shared again."""
-        param = getattr(source, name)
-        if not isinstance(param, nn.Parameter):
-            raise ConfigError(f"{self._place_of(source)}: its {name} is computed from other parameters (weight_norm, a parametrization), "
-                              "and they would be lost; make it a parameter again, or leave it out of the plan")
-        if id(param) in self.new:
-            _, part, before = self.new[id(param)]
-            if before != holding:
-                raise ConfigError(f"a tied parameter of shape {tuple(param.shape)} would be cut in two ways, along dims {before.dim} and "
-                                  f"{holding.dim}; give its owners embedding_rowwise and colwise_rep")
-            return part
-        if is_hooked(param):
-            raise ConfigError(f"{self._place_of(source)}: its {name} has hooks, which would be lost: each rank gets a part; put them on "
-                              "that afterwards")
-        part = nn.Parameter(holding.cut(param.detach(), self.group.rank), requires_grad=param.requires_grad)
-        copy_user_attributes(part, param)
-        self.new[id(param)] = (param, part, holding)
-        return part
-
-    def _place_of(self, source: nn.Module) -> str:
-        return next(place for place, module in self.model.named_modules() if module is source)
-
-    def entrance(self, parent: str) -> Entrance | None:
-        """The common entrance of the column-cut layers of one module; None with sequence parallel."""
-        if self.sequence:
-            return None
-        if parent not in self.entrances:
-            module = self.model.get_submodule(parent)
-            kind = OverlappedEntrance if self.pieces > 1 else Entrance
-            self.entrances[parent] = kind(self.group, f"entrance of {parent or 'the model'}").ends_with(module)
-        return self.entrances[parent]
-
-    def expect_ties(self) -> None:
-        """After all cuts: raise ConfigError where a parameter that was cut is still whole in a module that is tied to it."""
-        for name, param in self.model.named_parameters():
-            if id(param) in self.new:
-                raise ConfigError(f"{name} is tied to a parameter that the plan cuts, and would stay whole, a parameter of its own; "
-                                  "name its module in the plan too, or delete that name of it first, if no forward reads it there")
-
-    def tell_attention(self) -> None:
-        """After all cuts: set the counts of heads in attention modules to those of this rank."""
-        for name, local in self.heads.items():
-            tell_local_counts(self.model.get_submodule(name), name, local)
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """One module that the plan names."""
-
-    cutting: Cutting
-    name: str
-
-    @property
-    def module(self) -> nn.Module:
-        """The module itself."""
-        return self.cutting.model.get_submodule(self.name)
-
-    @property
-    def parent(self) -> str:
-        """The name of the module it is in."""
-        return self.name.rpartition(".")[0]
-
-    @property
-    def group(self) -> Group:
-        """The ranks."""
-        return self.cutting.group
-
-    def replace(self, new: nn.Module, held: dict[str, Holding], ends: Ends) -> None:
-        """Put `new` in the module's place, under the same name.
-
-        raises: ConfigError when users have put hooks, or another forward, on the module
-        """
-        found = "hooks" if any(hooks_of(self.module).values()) else "a forward of its own" if "forward" in vars(self.module) else None
-        if found:   # not kept: they expect whole tensors
-            raise ConfigError(f"{self.name} has {found}, which would be lost: each rank gets a part; put that on the part afterwards")
-        declare(new, ends)
-        for name, holding in held.items():
-            hold(new, name, holding)
-        new.train(self.module.training)
-        setattr(self.cutting.model.get_submodule(self.parent), self.name.rpartition(".")[2], new)
-
-    def parts(self, held: dict[str, Holding]) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """This rank's part of weight and bias."""
-        weight = self.cutting.cut(self.module, "weight", held["weight"])
-        return weight, self.cutting.cut(self.module, "bias", held["bias"]) if "bias" in held else None
 
 
 def is_transposed(module: nn.Module) -> bool | None:
@@ -180,7 +77,7 @@ def out_features(module: nn.Module) -> int:
 def _linear(site: Site, word: str) -> bool:
     transposed = is_transposed(site.module)
     if transposed is None:
-        raise ConfigError(f"{site.name}: {word} cuts nn.Linear and Conv1D, but this is a {type(site.module).__name__}")
+        raise ConfigError(f"{site.name}: {word} is for nn.Linear and Conv1D, but this is a {type(site.module).__name__}")
     return transposed
 
 
@@ -208,11 +105,7 @@ def column(site: Site, *, gathers: bool = False) -> None:
         length, spans = padded(features, ranks)
     else:
         siblings = {name: n for name, n in cutting.features.items() if name.rpartition(".")[0] == site.parent}
-        attention = [n for name, n in siblings.items() if not of_an_mlp(name)]
-        is_fused = "packed_qkv_colwise" in cutting.words_in(site.parent).values()   # then other layers are no queries, keys or values
-        is_beside = is_fused or (of_an_mlp(site.name) and (attention or _has_whole_layers(site)))
-        heads = None if is_beside else heads_of(cutting.model.get_submodule(site.parent), site.parent, attention or [*siblings.values()])
-        if heads:
+        if heads := _heads_of(site, features, siblings):
             _expect_unfused(site, features, len(siblings))
             spans, is_partial = heads.spans(features, ranks)
             cutting.heads.setdefault(site.parent, []).append(Cut(features // heads.width, _length(spans) // heads.width, heads.width))
@@ -221,6 +114,18 @@ def column(site: Site, *, gathers: bool = False) -> None:
             spans = cut_evenly(features, ranks, site.name)
         length = _length(spans)
     _cut_outputs(site, transposed, length, spans, is_partial=is_partial, gathers=features if gathers else 0)
+
+
+def _heads_of(site: Site, features: int, siblings: dict[str, int]) -> Heads | None:
+    """The heads that the features of a column-cut layer are of. siblings: the features of all such layers of its module"""
+    module, words = site.cutting.model.get_submodule(site.parent), site.cutting.words_in(site.parent).values()
+    attention = [n for name, n in siblings.items() if not of_an_mlp(name)]
+    is_fused = "packed_qkv_colwise" in words   # then other layers are no queries, keys or values
+    if is_fused or (of_an_mlp(site.name) and (attention or _has_whole_layers(site))):
+        return None
+    is_latent = "mla_kv_a_proj" in words
+    return heads_behind_latents(module, site.parent, features) if is_latent else heads_of(
+        module, site.parent, attention or [*siblings.values()])
 
 
 def _has_whole_layers(site: Site) -> bool:
@@ -344,6 +249,35 @@ def experts(site: Site) -> None:
     sum_over_experts(module, group, label)
 
 
+def latents(site: Site) -> None:
+    """mla_kv_a_proj. The layers behind the latents sum the gradient of these where they enter; the rotated key goes past them.
+
+    sent: backward, an all-reduce of the gradient of the rotated key
+    """
+    _linear(site, "mla_kv_a_proj")
+    module, group, label = site.module, site.group, site.name
+    if site.cutting.sequence:
+        raise ConfigError(f"{label}: mla_kv_a_proj wants whole tokens, but the norms of this plan are sequence_parallel")
+    features = out_features(module)
+    rotated = rotated_features_of(site.cutting.model.get_submodule(site.parent), label, features)
+
+    @torch.compiler.disable
+    def for_the_heads_of_all_ranks(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        with unwatched():   # no layout is that of both parts
+            compressed, key = output.split([features - rotated, rotated], dim=-1)
+            return torch.cat([compressed, redistribute(key, WHOLE, GRAD_PARTIAL, group, label=label)], dim=-1)
+
+    if group.size > 1:
+        module.register_forward_hook(for_the_heads_of_all_ranks)
+    declare(module, Ends(WHOLE))
+
+
+def identity_expert(site: Site) -> None:
+    """moe_identity_expert."""
+    ranks = site.group.size
+    change_first_before(site.module, lambda x: x / ranks)
+
+
 def partial_gradients(site: Site) -> None:
     """replicated_with_grad_allreduce: parameters are whole, gradients partial sums."""
     for name, param in site.module.named_parameters(recurse=False):
@@ -387,8 +321,10 @@ STYLES: dict[str, Callable[[Site], None]] = {
     "packed_rowwise": partial(row, parts=2),
     "embedding_rowwise": partial(embedding, by_rows=True),
     "embedding_colwise": partial(embedding, by_rows=False),
+    "mla_kv_a_proj": latents,
     "vocabulary_output": vocabulary_output,
     "moe_tp_experts": experts,
+    "moe_identity_expert": identity_expert,
     "sequence_parallel": between_tokens,
     "sequence_parallel_rep": partial(between_tokens, out=WHOLE),
     "sequence_dropout": dropout,

@@ -15,6 +15,7 @@ What it cannot see:
   are compared all the same
 - a change of meaning: a mean over split features still counts as split; it is an error only where a whole tensor is read. What that
   changes in the result of a block is found behind it (same_function.py)
+- latents and rotated keys, one tensor until a forward splits it (mla_kv_a_proj), have no tag either
 - functions that run outside of a call of the model, and inputs of modules that were added after the cut
 - errors that are the same on all ranks, and errors along other axes than tensor, where ranks differ by design
 Rounding counts as an error: on a GPU, kernels that add in no fixed order need torch.use_deterministic_algorithms.
