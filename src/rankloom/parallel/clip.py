@@ -32,5 +32,5 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 
         raise ConfigError(f"clip_grad_norm_: {type(model).__name__} was not cut by tensor_parallel or expert_parallel; every rank holds it "
                           "whole: take torch.nn.utils.clip_grad_norm_")
     split = ModelSplit.found_in(model, next(iter(axes.values())).alone())
-    grads = [(param.grad, split.copies(name)) for name, param in model.named_parameters() if param.grad is not None]
+    grads = [counted for name, param in model.named_parameters() if param.grad is not None for counted in split.counted(name, param.grad)]
     return clip_to_norm(grads, split.parts or [split.context], max_norm, norm_type)

@@ -35,7 +35,7 @@ from rankloom.parallel.known_parameters import KnownParameters, expect_none_besi
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.reduction_order import Reducing
 from rankloom.parallel.sharding import Moment, Sharding
-from rankloom.parallel.state_dict import expect_own_parameters, full_values, load_values
+from rankloom.parallel.state_dict import expect_own_parameters, full_values, load_values, owned_pieces
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.wrapping import AUTO, Policy, comparable, has_parameters
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
@@ -136,7 +136,9 @@ class FullySharded(nn.Module):
         the model before, too, the norm is that of the whole.
         norm_type: 2, another power above 0, or infinity ("inf" too): the largest magnitude
         """
-        grads = [(owner.grad, self._split.copies(name)) for name, owner in self._owners.items() if owner.grad is not None]
+        pieces = owned_pieces(self._sharding, self._sharding.group.rank)
+        grads = [counted for name, owner in self._owners.items() if owner.grad is not None
+                 for counted in self._split.counted(name, owner.grad, pieces[name])]
         return clip_to_norm(grads, [self._sharding.group, *self._split.parts], max_norm, norm_type)
 
     def after_update(self) -> None:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
-from rankloom.base.spans import Box
+from rankloom.base.spans import Box, within
 from rankloom.parallel.axes import axes_of
 from rankloom.parallel.expert import spread_parameters
 from rankloom.parallel.tensor.holding import Holding, holdings
+from rankloom.shard.optimizer import OwnedRun
 from rankloom.world.group import Group
 
 
@@ -65,16 +66,30 @@ class ModelSplit:
         """The groups whose ranks hold different parts."""
         return [group for group in (self.tensor, self.expert) if group.size > 1]
 
-    def copies(self, name: str) -> int:
-        """How many ranks of the tensor and expert axes, this one included, hold the same elements."""
-        return self._tensor_copies(name) * (1 if name in self.experts else self.expert.size)
+    def counted(self, name: str, values: Tensor, piece: OwnedRun | None = None) -> list[tuple[Tensor, int]]:
+        """Values of this rank's part of a parameter in views, each with how many ranks hold the same elements, this one included.
+
+        piece: which elements of the part they are; left out, all. Ranks are those of the tensor and expert axes
+        """
+        copies, experts = self._tensor_copies(name), 1 if name in self.experts else self.expert.size
+        if len(set(copies)) == 1:
+            return [(values, copies[0] * experts)]
+        held = self.held[name]   # fused queries, keys and values, with shared key-value heads
+        piece = piece or OwnedRun(name, values.shape, 0, values.numel())
+        return [(own[within(here, box)], held.holders(there) * experts) for box, own in piece.boxes(values)
+                for here, there in held.boxes(box, self.tensor.rank)]
 
     def is_repeated(self, name: str) -> bool:
-        """Whether other ranks of the tensor axis hold the same elements: each computes their whole gradient, or they add it up."""
-        return self._tensor_copies(name) > 1
+        """Whether other ranks of the tensor axis hold some of the same elements: each computes their whole gradient, or they add it up."""
+        return max(self._tensor_copies(name)) > 1
 
-    def _tensor_copies(self, name: str) -> int:
-        return len(self.held[name].same(self.tensor.rank, self.tensor.size)) if self.tensor.size > 1 else 1
+    def _tensor_copies(self, name: str) -> list[int]:
+        """How many tensor ranks hold each span of this rank's part."""
+        if self.tensor.size == 1:
+            return [1]
+        held = self.held[name]
+        spans = held.spans[self.tensor.rank] if held.dim is not None else (None,)
+        return [len(held.same(self.tensor.rank, self.tensor.size, at)) for at in range(len(spans))]
 
     @torch.no_grad()
     def join(self, name: str, part: Tensor, goal: Goal | None = None) -> Tensor | None:

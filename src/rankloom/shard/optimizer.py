@@ -28,6 +28,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import copy_user_attributes
+from rankloom.base.spans import Box, boxes_of_run, numel, shape_of, whole_box
 from rankloom.base.tensors import has_nan
 
 Build = Callable[[list[nn.Parameter]], Any]
@@ -63,6 +64,13 @@ class OwnedRun:
     def cut(self, whole: Tensor) -> Tensor:
         """This piece of a tensor of the parameter's shape, 1-D; a view where `whole` is contiguous."""
         return whole.reshape(-1)[self.start : self.stop]
+
+    def boxes(self, values: Tensor) -> list[tuple[Box, Tensor]]:
+        """The boxes of the parameter that `values`, those of this piece in any shape, are of, each with a view of its values."""
+        if values.shape == self.shape or not self.shape.numel():   # not sharded; maybe not contiguous
+            return [(whole_box(self.shape), values.view(self.shape))]
+        boxes = list(boxes_of_run(self.shape, self.start, self.stop))
+        return [(box, own.view(shape_of(box))) for box, own in zip(boxes, values.view(-1).split([numel(box) for box in boxes]))]
 
 
 class Optimizers:

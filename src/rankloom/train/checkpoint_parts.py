@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.spans import Box, boxes_of_run, numel, shape_of, whole_box, within
+from rankloom.base.spans import Box, whole_box, within
 from rankloom.checkpoint.manifest import Part
 from rankloom.parallel.state_dict import is_extra
 from rankloom.shard.optimizer import OwnedRun
@@ -47,12 +47,5 @@ def parts_of_piece(name: str, piece: OwnedRun, values: Tensor, *, shape: torch.S
     place:  where boxes of the local tensor are in the whole; left out, it is the whole
     shape:  of the whole
     """
-    values = values.detach()
-    if values.shape == piece.shape or not piece.shape.numel():   # not sharded; maybe not contiguous
-        found = [(whole_box(piece.shape), values.view(piece.shape))]
-    else:
-        found, at, flat = [], 0, values.view(-1)
-        for box in boxes_of_run(piece.shape, piece.start, piece.stop):
-            found.append((box, flat[at : at + numel(box)].view(shape_of(box))))
-            at += numel(box)
-    return [Part(name, tuple(shape), there, own[within(here, box)]) for box, own in found for here, there in place(box)]
+    boxes = piece.boxes(values.detach())
+    return [Part(name, tuple(shape), there, own[within(here, box)]) for box, own in boxes for here, there in place(box)]

@@ -286,7 +286,9 @@ class SplitPlacement(ShardedPlacement):
 
         Ranks that hold one model between them each have totals of their own, and must all skip a step if one does.
         """
-        terms = [norm_of(owner.grad).square() / self.copies(name) for name, owner in self.owners.items() if owner.grad is not None]
+        pieces = self.pieces()
+        terms = [norm_of(grad).square() / copies for name, owner in self.owners.items() if owner.grad is not None
+                 for grad, copies in self.counted(pieces[name], owner.grad)]
         square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device="cpu")
         not_finite = 0.0 * totals[:2].sum()   # 0 or NaN
         return self._everyone.all_reduce(square.to(self.group.device) + not_finite, label="gradient norm").sqrt()
@@ -302,6 +304,6 @@ class SplitPlacement(ShardedPlacement):
         total = self.group.all_reduce(squares.to(self.group.device), label="norms of repeated gradients")
         return dict(zip(names, total.sqrt().tolist(), strict=True))
 
-    def copies(self, name: str) -> int:
-        """How many of these ranks hold the same elements of a parameter."""
-        return self.split.copies(name)
+    def counted(self, piece: OwnedRun, values: Tensor) -> list[tuple[Tensor, int]]:
+        """The values of a piece in views, each with how many of these ranks hold the same elements."""
+        return self.split.counted(piece.name, values, piece)

@@ -126,8 +126,8 @@ class Pipeline:
         if any(theirs != sizes[0] for theirs in sizes):   # a rank whose stages are whole knows no tensor ranks to ask
             raise ConfigError(f"{self.group.where('clip_grad_norm_')}: the stages of some ranks were cut over tensor or expert ranks, and "
                               "those of others were not: cut the whole model before it is made a pipeline")
-        grads = [(param.grad, split.copies(name) * tied.get(param, 1)) for name, param in whole.named_parameters()
-                 if param.grad is not None]
+        grads = [(grad, copies * tied.get(param, 1)) for name, param in whole.named_parameters() if param.grad is not None
+                 for grad, copies in split.counted(name, param.grad)]
         return clip_to_norm(grads, [self.group, *split.parts], max_norm, norm_type)
 
     # ------------------------------------------------------------------ a step

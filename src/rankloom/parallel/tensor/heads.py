@@ -2,7 +2,7 @@
 
 A head is never cut: the ranks must divide the query heads. With grouped queries there are fewer KV heads. The ranks divide these too, or
 several ranks share each: then neighbours, whose query heads read the same KV head, all hold it, and each has one term of its gradient
-(`grad_partial`).
+(`grad_partial`). Fused with the queries or not, only that head is shared.
 
 A module keeps its number of heads in an attribute, which has many names in the field. A module that seems to be attention and has none of
 them is refused: otherwise a head might be cut in half without an error.
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.layout import Span
 from rankloom.base.names import full_name
 from rankloom.parallel.tensor.holding import Spans, cut_each, shared
 
@@ -66,8 +67,8 @@ class Heads:
         raise ConfigError(f"{self.name}: {units} key-value heads and {ranks} ranks: one must divide by the other, for a rank's query heads "
                           f"to share its key-value heads; choose tensor = {_choices(self.query, units)}")
 
-    def fused(self, features: int, key_values: int | None, ranks: int) -> Spans:
-        """How a layer of queries, keys and values end to end is cut: each rank gets its heads of all three.
+    def fused(self, features: int, key_values: int | None, ranks: int) -> tuple[Spans, bool]:
+        """How a layer of queries, keys and values end to end is cut: each rank gets its heads of all three. See `spans`
 
         key_values: how many key-value heads; None: as many as query heads
         """
@@ -76,10 +77,11 @@ class Heads:
         if (self.query + 2 * each) * self.width != features:
             raise ConfigError(f"{self.name}: {features} fused features are not {self.query} query heads and twice {each} key-value heads "
                               f"of width {self.width}")
-        if each % ranks:
-            raise ConfigError(f"{self.name}: {each} key-value heads, fused with the queries, do not divide by {ranks} ranks; "
-                              f"choose tensor = {_choices(self.query, each, repeats=False)}, or layers that are not fused")
-        return cut_each([self.query * self.width, each * self.width, each * self.width], ranks)
+        queries, _ = self.spans(self.query * self.width, ranks)
+        keys, is_partial = self.spans(each * self.width, ranks)
+        starts = (0, self.query * self.width, (self.query + each) * self.width)
+        return tuple(tuple(Span(start + at, stop + at) for ((start, stop),), at in zip(parts, starts))
+                     for parts in zip(queries, keys, keys)), is_partial
 
     def _expect_queries_divide(self, ranks: int) -> None:
         if self.query % ranks:
@@ -87,8 +89,8 @@ class Heads:
                               f"choose tensor = {_choices(self.query, self.query)}")
 
 
-def _choices(query: int, key_values: int, *, repeats: bool = True) -> str:
-    fitting = [p for p in range(1, query + 1) if query % p == 0 and (key_values % p == 0 or (repeats and p % key_values == 0))]
+def _choices(query: int, key_values: int) -> str:
+    fitting = [p for p in range(1, query + 1) if query % p == 0 and (key_values % p == 0 or p % key_values == 0)]
     return ", ".join(map(str, fitting[:-1])) + (" or " if fitting[1:] else "") + str(fitting[-1])
 
 

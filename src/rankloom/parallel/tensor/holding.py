@@ -1,9 +1,9 @@
 """What a rank holds of each parameter of a split model, and which gradients must still be summed over the ranks.
 
-A parameter is cut along one dim. A rank's part is one or more spans of that dim, laid end to end: several where matrices are fused, the
-same as another rank's where there are fewer KV heads than ranks, and padded with zeros where the ranks do not divide a vocabulary. A
-`Holding` cuts and joins any tensor shaped like the parameter (its gradient, its moments), and says which ranks hold the same elements and
-whether the gradient is partial.
+A parameter is cut along one dim. A rank's part is one or more spans of that dim, laid end to end: several where matrices are fused, and
+padded with zeros where the ranks do not divide a vocabulary. A span is the same as another rank's where there are fewer KV heads than
+ranks. A `Holding` cuts and joins any tensor shaped like the parameter (its gradient, its moments), and says which ranks hold the same
+elements and whether the gradient is partial.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,16 +36,33 @@ class Holding:
     length: int = 0            # of a rank's part, along `dim`, the same on every rank
     dim: int | None = None     # which is cut; None: every rank holds the whole
     spans: Spans = ()          # of `dim`, for each rank; shorter than `length` where the rest is padding
-    grad_partial: bool = False   # each rank has one term of the gradient; sum it over the ranks that hold the same elements
+    grad_partial: bool = False   # each rank has one term of the gradient; sum each span over the ranks that hold the same elements
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of every rank's part."""
         return self.shape if self.dim is None else (*self.shape[:self.dim], self.length, *self.shape[self.dim + 1:])
 
-    def same(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """The ranks of the tensor axis that hold the same elements as `rank`, itself included: a norm counts them once."""
-        return tuple(range(ranks)) if self.dim is None else tuple(r for r, spans in enumerate(self.spans) if spans == self.spans[rank])
+    def same(self, rank: int, ranks: int, at: int = 0) -> tuple[int, ...]:
+        """The ranks of the tensor axis that hold the same elements as `rank`, itself included: a norm counts them once.
+
+        at: which span of the part; fused queries, keys and values are three, of which ranks may share two
+        """
+        return tuple(range(ranks)) if self.dim is None else tuple(r for r, own in enumerate(self.spans) if own[at] == self.spans[rank][at])
+
+    def shares(self, part: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, tuple[int, ...]]]:
+        """The part of `rank` in views, each with the ranks that hold the same elements."""
+        own = self.spans[rank] if self.dim is not None else ()
+        if len(own) < 2:   # maybe padded
+            return [(part, self.same(rank, ranks))]
+        views = part.split([stop - start for start, stop in own], self.dim)   # type: ignore[no-untyped-call]
+        return [(view, self.same(rank, ranks, at)) for at, view in enumerate(views)]
+
+    def holders(self, box: Box) -> int:
+        """How many ranks hold a box of the whole that `boxes` returned."""
+        assert self.dim is not None, "every rank holds it"
+        first = box[self.dim].start
+        return sum(any(start <= first < stop for start, stop in own) for own in self.spans)
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """The part of `rank`, in memory of its own.
@@ -183,10 +200,11 @@ def sum_partial_gradients(gradients: Iterable[tuple[str, Tensor]], held: Mapping
     sent: 2n(p-1)/p elements of the former; n elements of the latter to each rank that shares them
     """
     parts: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
-    for name, gradient in gradients:
-        if name in held and held[name].grad_partial and group.size > 1:
-            same = held[name].same(group.rank, group.size)
-            parts.setdefault((same, gradient.dtype), []).append(gradient)
+    partial = ((held[name], gradient) for name, gradient in gradients if name in held and held[name].grad_partial)
+    views = (each for holding, gradient in partial for each in holding.shares(gradient, group.rank, group.size))
+    for view, same in views:
+        if len(same) > 1:   # not of queries that are fused with shared keys and values: this rank has their whole gradient
+            parts.setdefault((same, view.dtype), []).append(view)
     for (same, _), tensors in parts.items():
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         total = _sum_among(flat, same, group)

@@ -167,11 +167,11 @@ def packed_column(site: Site, *, qkv: bool) -> None:
     features = out_features(site.module)
     if qkv:
         heads, key_values = fused_heads_of(cutting.model.get_submodule(site.parent), site.parent, features)
-        spans = heads.fused(features, key_values, ranks)
-        cutting.heads[site.parent] = [Cut(count, count // ranks, heads.width) for count in (heads.query, key_values or heads.query)]
+        spans, is_partial = heads.fused(features, key_values, ranks)
+        cutting.heads[site.parent] = [Cut(count, max(count // ranks, 1), heads.width) for count in (heads.query, key_values or heads.query)]
     else:
-        spans = cut_evenly(features, ranks, site.name, parts=2)
-    _cut_outputs(site, transposed, _length(spans), spans)
+        spans, is_partial = cut_evenly(features, ranks, site.name, parts=2), False
+    _cut_outputs(site, transposed, _length(spans), spans, is_partial=is_partial)
 
 
 def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:

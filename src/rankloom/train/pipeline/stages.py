@@ -199,9 +199,9 @@ class PipelinePlacement(SplitPlacement):
         with self.sync(True):
             self.sharding.collect()
 
-    def copies(self, name: str) -> int:
+    def counted(self, piece: OwnedRun, values: Tensor) -> list[tuple[Tensor, int]]:
         """A tied parameter has copies on each of its stages."""
-        return super().copies(name) * len(self.local.where[name])
+        return [(view, copies * len(self.local.where[piece.name])) for view, copies in super().counted(piece, values)]
 
     def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
         """As of any split model. A tied parameter is written by the first of its stages."""
