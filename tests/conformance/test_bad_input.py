@@ -94,7 +94,7 @@ MISMATCHES = {
     "operations": (all_reduce, partial(all_reduce, op=dist.ReduceOp.MAX), ["sum", "max"]),
     "collectives": (all_reduce, broadcast, ["all_reduce", "broadcast"]),
     "a call that one rank leaves out": (all_reduce, barrier, ["all_reduce", "barrier"]),
-    "roots": (broadcast, partial(broadcast, root=1), ["root 0", "root 1"]),
+    "roots": (broadcast, partial(broadcast, root=1), ["root rank 0", "root rank 1"]),
     "number types that nobody adds": (broadcast, partial(broadcast, dtype=torch.int32), ["float32", "int32"]),
     "number types of a list": (partial(gather_all, mine=2, lengths=[2] * 3),
                                partial(gather_all, mine=2, lengths=[2] * 3, dtype=torch.int32), ["float32", "int32"]),

@@ -1,5 +1,6 @@
 """Whom the error of a call that timed out names, by what the link says of the ranks."""
 
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rankloom.base.errors import ConfigError
-from rankloom.world.transport.channel import KERNELS, ROOM, Channel, table_of_calls
+from rankloom.world.transport.channel import KERNELS, ROOM, Channel, at_its_end, table_of_calls
 from rankloom.world.transport.codes import ALL_GATHER, ALL_REDUCE, ANYONE, AVG, BARRIER, BROADCAST, REDUCE, SUM, TIMED_OUT
 from rankloom.world.transport.operands import BYTES, NUMBERS
 
@@ -71,3 +72,25 @@ def test_calls_that_differ_are_told_by_what_their_kind_has_and_with_numbers_of_t
         "  rank 14: all_gather, lengths of its own of float32",
         "  rank 15: has not come to this call",
     ]
+
+
+class Owner:
+    """Something that can be referred to weakly."""
+
+
+def _open_until_the_end(pipe):
+    global _held
+    _held = Owner()
+    at_its_end(_held, lambda: pipe.send("left"))
+
+
+def test_a_child_of_multiprocessing_that_just_returns_has_left_and_is_not_lost():
+    """It runs nothing that was registered with `atexit`."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_open_until_the_end, args=(theirs,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and ours.poll(0) and ours.recv() == "left"
+    theirs.close()
+    ours.close()

@@ -495,6 +495,15 @@ def test_a_message_of_anyone_is_waited_for_until_all_others_have_left(ranks):
         work.wait()
 
 
+def test_a_rank_that_has_died_ends_the_wait_for_a_message_of_another(ranks):
+    world = ranks("abc")
+    work = world.groups[0].recv([torch.zeros(4)], 2, 0)
+    for line in world.groups[1].channel.link._wire._lines.values():
+        line.sock.shutdown(socket.SHUT_RDWR)   # without a word, as when its process is killed
+    with pytest.raises(RankLost, match="lost rank 1: its process has ended"):
+        work.wait()
+
+
 # ---------------------------------------------------------------- messages that nobody has asked for yet
 
 

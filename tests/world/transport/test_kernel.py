@@ -875,15 +875,17 @@ def test_a_rank_killed_inside_a_call_is_noticed_while_another_is_late(kernel):
         assert run(team.links[1], BARRIER) == LOST
 
 
+@pytest.mark.parametrize("sender", [-1, 2], ids=["of anyone", "of a third rank"])
 @both_kernels
-def test_a_rank_killed_ends_the_wait_for_a_message_of_anyone_though_another_lives(kernel):
+def test_a_rank_killed_ends_the_wait_for_a_message_though_another_lives(kernel, sender):
+    """A third rank may itself be waiting for the one that was killed; if it leaves because of that, it would be named."""
     team = Team(kernel, 3, elsewhere=(1,))
     pid = team.in_process(1, lambda link: run(link, BARRIER) or time.sleep(60) or 0)
     with team:
         assert team.each(lambda link, r: run(link, BARRIER)) == [FINE] * 2
         threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
         begin = time.monotonic()
-        assert receive(team.links[0], np.zeros(4, np.uint8), -1, tag=3) == -LOST
+        assert receive(team.links[0], np.zeros(4, np.uint8), sender, tag=3) == -LOST
         assert team.links[0].status()[:2] == (LOST, 1) and time.monotonic() - begin < AT_ONCE
         os.waitpid(pid, 0)
 

@@ -1205,25 +1205,23 @@ static void add_message(Link *l, Message *m)
     *end = m;
 }
 
-/* The rank that a message waits for, and why it will not come. A receive from any rank is lost when one of the others has died, which
- * may have been its sender, or when all have left. */
+/* The rank that a message waits for, and why it will not come. Any rank that has died ends every wait: the sender may be waiting for it,
+ * and errors should name it. A receive from any rank is lost, too, when all others have left. */
 static int find_gone(Link *l, Message *m, int *gone)
 {
-    int last = -1, here = 0;
+    int from_any = m && m->peer < 0, last = -1, here = 0;
     *gone = FINE;
-    if (m && m->peer >= 0) {
-        *gone = why_gone(rank_of(l, m->peer));
+    if (m && !from_any && (*gone = why_gone(rank_of(l, m->peer))))
         return m->peer;
-    }
     for (int r = 0; m && r < l->ranks && *gone != LOST; r++) {
         int why = r == l->rank ? FINE : why_gone(rank_of(l, r));
         here += r != l->rank && !why;
-        if (why)
+        if (why == LOST || (why && from_any))
             *gone = why, last = r;
     }
     if (*gone != LOST && here)
         *gone = FINE, last = -1;
-    return last;
+    return *gone || from_any || !m ? last : m->peer;
 }
 
 static int move_once(Link *l)

@@ -10,6 +10,7 @@ import json
 import weakref
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar, cast
 
 import torch
@@ -73,7 +74,7 @@ class Channel:
         crowded = size > cores
         self.link = KERNELS[kernel].Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
                                 SHARED_WINDOW if crowded else WINDOW)
-        weakref.finalize(self, self.link.leave)   # also at the end of the process: before the memory is unmapped, as `leave` uses it
+        at_its_end(self, self.link.leave)   # before the memory is unmapped, which `leave` uses
         self.call(BARRIER)   # from here on the process numbers of the others are known
 
     def set_timeout(self, seconds: float) -> None:
@@ -192,6 +193,11 @@ class Channel:
     def _with_states(self, ranks: Sequence[int], states: list[str]) -> str:
         words = STATES | GONE
         return ", ".join(f"rank {self.ranks[rank]} ({words.get(states[rank], 'slow, or it skipped this call')})" for rank in ranks)
+
+
+def at_its_end(owner: object, leave: Callable[[], object]) -> None:
+    """Call `leave` when `owner` is collected or the process ends, be it a child of multiprocessing, which runs nothing of `atexit`."""
+    Finalize(None, weakref.finalize(owner, leave), exitpriority=0)
 
 
 def table_of_calls(ranks: Sequence[int], calls: Sequence[Sequence[int] | None]) -> str:

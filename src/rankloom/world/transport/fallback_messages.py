@@ -125,10 +125,10 @@ class Post:
             return m.done
 
         def needed() -> list[int]:
-            if m.peer != ANYONE:
-                return [m.peer]
             gone = [self.peers.find_gone([r]) for r in range(self.peers.ranks) if r != self.peers.rank]
-            dead = [who[0] for who in gone if who and who[1] == LOST]
+            dead = [who[0] for who in gone if who and who[1] == LOST]   # the sender may be waiting for one of them
+            if m.peer != ANYONE:
+                return [m.peer, *dead]
             return dead or ([who[0] for who in gone if who] if all(gone) else [])   # a rank that has left was not going to send it
 
         why = self.peers.wait_until(done, needed, time.monotonic() + seconds, breaks=breaks)

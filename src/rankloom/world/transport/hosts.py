@@ -5,7 +5,6 @@ A link runs collectives and moves messages. Here collectives have two levels (le
 """
 
 import time
-import weakref
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -18,7 +17,7 @@ from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport.address import own_address
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.call import Call
-from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.channel import Channel, at_its_end
 from rankloom.world.transport.codes import ABORTED, BARRIER, FINE, FORKED, LEFT, LOST, bytes_of
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.fallback_messages import Exchanges
@@ -41,7 +40,7 @@ class HostsChannel(Channel):
         self.inside = Channel(dist.PrefixStore(f"host of {node[0]}", store), node.index(self.rank), len(node), timeout=timeout,
                               ranks=[self.ranks[rank] for rank in node], name=name)
         self.link = HostsLink(store, neighbours, self.inside, timeout)
-        weakref.finalize(self, self.link.leave)
+        at_its_end(self, self.link.leave)
         self.call(BARRIER)
 
     def set_timeout(self, seconds: float) -> None:

@@ -339,14 +339,14 @@ class Wire:
         self.on_break()
 
     def _find_gone(self, peers: Sequence[int]) -> tuple[int, int] | None:
-        """One of these peers that is gone, with the reason. ANYONE is gone when one rank has died, or all have left."""
+        """One of these peers that is gone, with the reason, or any rank that has died: they may wait for it. ANYONE is gone when all have.
+        """
+        dead = [line for line in self._lines.values() if line.gone == LOST]
         for peer in peers:
             lines = list(self._lines.values()) if peer == ANYONE else [self._lines[peer]] if peer != self.rank else []
-            dead = [line for line in lines if line.gone == LOST]
-            if dead or (lines and all(line.gone for line in lines)):
-                last = [*lines, *dead][-1]
-                return last.peer, last.gone
-        return None
+            if lines and all(line.gone for line in lines):
+                return lines[-1].peer, lines[-1].gone
+        return (dead[-1].peer, LOST) if dead else None
 
 
 def _news(peer: int, tag: int, words: Sequence[int]) -> Message:
