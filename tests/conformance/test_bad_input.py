@@ -217,6 +217,9 @@ REFUSED = {
     "splits below 0": partial(deal, send=[-1, 2, 2], recv=[1, 1, 1]),
     "rows that cannot be dealt evenly": partial(deal, send=[], recv=[], rows=4),
     "an output whose elements share one place": lambda group: group.allreduce([torch.ones(1).expand(4)], options()),
+    "outputs that are one tensor": lambda group: group.allgather([[torch.zeros(4)] * 3], [torch.ones(4)], options(c10d.AllgatherOptions)),
+    "outputs that overlap": lambda group: group.alltoall([*torch.zeros(6).unfold(0, 4, 1)], [*torch.ones(3, 4)],
+                                                         options(c10d.AllToAllOptions)),
     "an output whose rows overlap": lambda group: group.allreduce([torch.ones(4).as_strided((3, 2), (1, 1))], options()),
 }
 
@@ -234,6 +237,17 @@ def test_what_cannot_be_right_is_refused_by_name_and_does_no_harm(ranks, what):
     assert all(isinstance(error, ShapeMismatch | ConfigError | NotContiguous) and str(error) for error in errors), errors
     assert max(took) < AT_ONCE
     assert raised(world, all_reduce)[0] == [None] * 3, "the group is whole"
+
+
+def test_outputs_that_lie_between_each_other_but_share_nothing_are_filled(ranks):
+    world = ranks(3)
+
+    def columns(rank):
+        table = torch.zeros(4, 3)
+        world.groups[rank].allgather([[*table.unbind(1)]], [torch.full((4,), 1.0 + rank)], options(c10d.AllgatherOptions)).wait()
+        return table.tolist()
+
+    assert world.run(columns) == [[[1.0, 2.0, 3.0]] * 4] * 3
 
 
 def test_tensors_of_one_call_that_differ_in_size_or_type_are_refused(ranks):

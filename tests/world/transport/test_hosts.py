@@ -320,7 +320,7 @@ def test_no_rank_goes_on_when_roots_differ_between_hosts(ranks):
 
 def test_calls_of_different_kinds_within_a_host_are_shown_whatever_lengths_they_tell_of(ranks):
     world = ranks("aabb")
-    calls = [lambda group, x: all_reduce(group, x), lambda group, x: group.allgather([[torch.zeros(4)] * 4], [x]).wait()]
+    calls = [lambda group, x: all_reduce(group, x), lambda group, x: group.allgather([[*torch.zeros(4, 4)]], [x]).wait()]
     for error in world.errors(lambda rank: calls[rank == 1](world.groups[rank], torch.ones(4))):
         assert "rank 0: all_reduce(sum), 16 bytes" in str(error) and "rank 1: all_gather, lengths" in str(error)
 

@@ -7,7 +7,7 @@ numbers to pairs, bool to bytes of 0 and 1 (a sum is an "or"), float8 to fp32 wi
 import array
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import index
 from typing import Any, cast
 
@@ -160,6 +160,16 @@ def dense_output(x: Tensor, label: str) -> tuple[Tensor, Finish | None]:
         return x, None
     _refuse_shared_places(x, label)
     return flat, lambda: _copied_by(x.detach()).copy_(_copied_by(flat))
+
+
+def dense_outputs(outputs: Sequence[Tensor], label: str) -> tuple[list[Tensor], list[Finish | None]]:
+    """The same for several, which would overwrite each other if they shared memory. raises: NotContiguous"""
+    made = [dense_output(x, label) for x in outputs]
+    spans = sorted((flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat, _ in made if flat.nbytes)
+    if any(begin < end for (_, end), (begin, _) in pairwise(spans)):
+        raise NotContiguous(f"{label}: two of {len(outputs)} output tensors share memory; make one for each, as by "
+                            "[torch.empty_like(x) for _ in range(n)], not [torch.empty_like(x)] * n")
+    return [flat for flat, _ in made], [back for _, back in made]
 
 
 def _refuse_shared_places(x: Tensor, label: str) -> None:

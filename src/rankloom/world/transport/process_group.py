@@ -235,7 +235,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         if kind == ALL_GATHER or self.rank() == root:
             operands.expect_one_each(outputs, self.size(), where, "output")
         operands.expect_dtype(x, outputs, where)
-        targets, backs = zip(*(dense_output(out, where) for out in outputs)) if outputs else ((), ())
+        targets, backs = operands.dense_outputs(outputs, where)
         given = operands.all_untouched([given], targets)[0]
         table = operands.table_of([given], targets, self.size())
         return self._start((kind, number_of(x), SUM, root, 0, 0, table), opts, outputs, [given, targets], *backs)
@@ -281,7 +281,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         operands.expect_one_each(outputs, self.size(), where, "output")
         operands.expect_one_each(inputs, self.size(), where, "input")
         operands.expect_dtype(outputs[0], [*outputs, *inputs], where)
-        targets, backs = zip(*(dense_output(out, where) for out in outputs))
+        targets, backs = operands.dense_outputs(outputs, where)
         given = operands.all_untouched([dense(x, where) for x in inputs], targets)
         table = operands.table_of(given, targets, self.size())
         return self._start((ALL_TO_ALL, number_of(outputs[0]), SUM, 0, 0, 0, table), opts or c10d.AllToAllOptions(), outputs,
