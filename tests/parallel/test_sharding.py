@@ -108,6 +108,54 @@ def test_a_block_may_be_frozen_between_two_steps():
     expect_as_plain(lambda: drawn(Line()), squares_frozen_later, [ROWS, ROWS * 2, ROWS * 100], ranks=(2,))
 
 
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_without_gradients_parts_of_the_model_may_be_called_by_themselves(stage, backend):
+    """As `generate` of transformers calls an encoder, and then the model again and again. They leave nothing in memory."""
+    def sample(model):
+        with torch.no_grad():
+            return model.last(model.blocks(model.first(ROWS)))
+
+    def body(world):
+        engine = rl.prepare(drawn(Line()), loss=squares, optimizer=adamw, world=world, stage=stage)
+        mine, found, held = ROWS.tensor_split(world.size)[world.rank], [], []
+        for _ in range(3):
+            held.append(engine.held())
+            found.append(sample(engine.model))
+            held.append(engine.held())
+            engine.step(mine)
+        assert stage < 3 or held[::2] == held[1::2]
+        return found, engine.full_state_dict()["model"]
+
+    plain, expected = drawn(Line()), []
+    update = adamw(plain.parameters())
+    for _ in range(3):
+        expected.append(sample(plain))
+        update.zero_grad()
+        total, count = squares(plain, ROWS)
+        (total / count).backward()
+        update.step()
+    for found, state in rl.simulate(2, body, backend=backend):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+def test_a_rank_without_batches_follows_a_loss_that_calls_parts_of_the_model():
+    def loss(model, x):
+        if model.training:
+            return squares(model, x)
+        y = model.last(model.first(x)) + model(x) + model.last(model.first(x))
+        return y.square().sum(), y.numel()
+
+    def body(world):
+        engine = rl.prepare(drawn(Line()), loss=loss, optimizer=adamw, world=world, stage=3)
+        return [engine.evaluate([ROWS] if world.rank == one else []).loss for one in range(world.size)]
+
+    total, count = loss(drawn(Line()).eval(), ROWS)
+    for found in rl.simulate(2, body):
+        assert found == pytest.approx([total.item() / count] * 2, rel=1e-12)
+
+
 class Scaled(nn.Module):
     """So short a vector that one rank owns all of it."""
 

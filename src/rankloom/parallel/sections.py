@@ -15,6 +15,7 @@ from torch import nn
 
 from rankloom.base.errors import CollectiveTimeout, UnitError
 from rankloom.parallel.known_parameters import LOAD
+from rankloom.parallel.wrapping import tensors_in
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.gradient import BufferPool, Gradient, size_of
 from rankloom.shard.sums import UnitSums
@@ -55,6 +56,8 @@ class Section:
         self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
         self.settled = False
         self.reduced_each_time = True        # in every backward, or only in the last of a step
+        self.gather_for_part: Callable[[], bool] | None = None   # of the root: for a module that is called by itself; is it to go after?
+        self._borrower: nn.Module | None = None                  # that module
         self._places = _places(module, {param: (unit, name) for unit in units for name, param in unit.params.items()})
 
     def __deepcopy__(self, memo: Any) -> "Section":   # hooks of the model refer to it, so copying the model calls this
@@ -98,7 +101,8 @@ class Section:
     def watch_parts(self) -> None:
         """From now on modules that hold its parameters raise when they are called, or asked for a state dict, while released."""
         for part in {place.module for place in self._places}:
-            part.register_forward_pre_hook(SectionHook(_expect_gathered, self))
+            part.register_forward_pre_hook(SectionHook(_before_part, self))
+            part.register_forward_hook(SectionHook(_after_part, self))
             part.register_state_dict_pre_hook(SectionHook(_expect_values, self))
 
     @property
@@ -126,10 +130,23 @@ class Section:
                 raise UnitError(f"{name} was changed in place after the model was sharded: what is written there is lost, or reaches the "
                                 f"other ranks too. {LOAD}, or change the slices, which the optimizer updates")
 
-    def expect_gathered(self) -> None:
-        """Raise unless its parameters may be used now."""
+    def lend(self, part: nn.Module) -> None:
+        """Before `part`, which holds parameters of it: gather, if the part is called by itself, without gradients, as `generate` calls an
+        encoder and then a decoder. Raise unless the parameters may be used then."""
+        if self.gather_for_part and self.is_away and not self.depth and not torch.is_grad_enabled():
+            self._borrower = part if self.gather_for_part() else None
         for unit in self.units:
+            if unit.stays and unit.state is State.GATHERING:   # no other rank need take part: all have sent their slices already
+                unit.wait()
             unit.expect_gathered()
+
+    def take_back(self, part: nn.Module, output: Any) -> None:
+        """After `part`: release what was gathered for it alone."""
+        if self._borrower is part:
+            self._borrower = None
+            if not self.depth:
+                self.expect_none_of(tensors_in(output))
+                self.release()
 
     def expect_none_of(self, given: Iterable[Any]) -> None:
         """Raise when a tensor that the module returns is a view of its parameters, whose memory is about to be freed."""
@@ -164,9 +181,14 @@ def _expect_values(section: Section, module: nn.Module, prefix: str, keep_vars: 
                         "engine.full_state_dict() joins the values, and so does the state_dict() of what fully_shard returns")
 
 
-def _expect_gathered(section: Section, module: nn.Module, args: Any) -> None:
+def _before_part(section: Section, module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling():
-        section.expect_gathered()
+        section.lend(module)
+
+
+def _after_part(section: Section, module: nn.Module, args: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        section.take_back(module, output)
 
 
 def inside_of_transform() -> bool:

@@ -94,6 +94,8 @@ class Sharding:
         self._releases_root = True   # after a forward without gradients
         self.guide = Guide(experts.together if experts else group)   # directs ranks that `follow` a forward
         self.on_moment: Callable[[Moment], None] | None = None   # called when a backward begins, and when it has ended
+        if self.gathering.reshards:
+            self.sections[0].gather_for_part = self._gather_root
         for section in self.sections if gathering.hooked else ():
             self._watch(section)
         if self.gathers_in_forward:
@@ -271,6 +273,11 @@ class Sharding:
             self.guide.tell_section(self._queue.numbers[section])
             self._calls.note_gather(section)
         section.make_ready()
+
+    def _gather_root(self) -> bool:
+        """For a part of the model that is called by itself. Returns whether the root is released after that."""
+        self._gather(self.sections[0])
+        return self._releases_root
 
     def _after_forward(self, section: Section, module: nn.Module, args: Any, output: Any) -> None:
         """Release the section. Hooks on what it returned will say when its backward begins."""
