@@ -632,6 +632,58 @@ def test_looking_for_a_mean_before_the_first_step_changes_no_teacher_and_draws_n
     assert rl.simulate(1, body) == [pytest.approx(expected, rel=RTOL)]
 
 
+class Rescaled(nn.Module):
+    """Scales its trained weight when it is evaluated, and back when it is trained, as RWKV of transformers does."""
+
+    def __init__(self, scale):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.scale, self.is_scaled = nn.Linear(2, 3).double(), scale, False
+
+    def forward(self, x):
+        if self.is_scaled == self.training:
+            with torch.no_grad():
+                self.scale(self.net, 2.0 if self.training else 0.5)
+            self.is_scaled = not self.training
+        return self.net(x)
+
+
+def times(net, factor):
+    net.weight *= factor
+
+
+def through_data(net, factor):
+    net.weight.data.mul_(factor)
+
+
+def by_index(net, factor):
+    net.weight[...] = net.weight * factor
+
+
+def by_another_tensor(net, factor):
+    net.weight.data = net.weight * factor
+
+
+@pytest.mark.parametrize("scale", [
+    lambda net, factor: net.weight.mul_(factor), lambda net, factor: torch._foreach_mul_([net.bias, net.weight], factor),
+    times, through_data, by_index, by_another_tensor])
+def test_looking_for_a_mean_before_the_first_step_changes_no_weight_that_evaluation_scales(scale):
+    def body(world):
+        engine = rl.prepare(Rescaled(scale), loss=lambda model, x: (model(x).square().sum(), len(x)), optimizer=sgd, world=world)
+        return [engine.step(rows(8, seed=step)).loss for step in range(2)]
+
+    plain = Rescaled(scale)
+    optimizer = sgd(plain.parameters())
+    expected = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = plain(rows(8, seed=step)).square().sum() / 8
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert rl.simulate(1, body) == [pytest.approx(expected, rel=RTOL)]
+
+
 def test_a_forward_that_changes_a_frozen_parameter_is_refused_where_its_number_depends_on_the_ranks():
     def body(world):
         model = Student()

@@ -4,6 +4,7 @@ Before the first step the loss is called to see whether it is a sum (train/sum_c
 keeps from step to step, or a queue of features must not see that.
 """
 
+import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from rankloom.base.tensors import bytes_of
 from rankloom.train.blocks.draws import OF_EVERY_MODULE, generators_put_back
@@ -23,16 +25,18 @@ TABLES = ("_buffers", "_modules", *sorted(name for name in OF_EVERY_MODULE if "h
 def state_put_back(model: nn.Module) -> Iterator[None]:
     """Restore modules afterwards: their buffers, hooks and attributes, with the generators, containers and tensors in these.
 
-    Tensors, and frozen parameters, only where they are few: see `untrained`. What objects of the user's own keep is not restored, nor what
-    another model keeps.
+    Tensors, and frozen parameters, only where they are few: see `untrained`. Trained parameters where the forward writes to them (RWKV of
+    `transformers` scales some in evaluation, and notes in an attribute that it did): these are copied just before. What objects of the
+    user's own keep is not restored, nor what another model keeps.
     """
     tables = [(own, dict(own)) for module in model.modules() for name in TABLES if isinstance(own := vars(module).get(name), dict)]
     attributes = [(module, _attributes(module)) for module in model.modules()]
     containers, tensors = _found_in([value for _, own in attributes for value in own.values()])
     contents = [(container, _flat(container)) for container in containers]
     values = [(kept, kept.detach().clone()) for kept in _few(model, tensors)]
+    written = _Written(model)
     try:
-        with generators_put_back(model):
+        with generators_put_back(model), written:
             yield
     finally:
         for now, before in tables:
@@ -44,11 +48,33 @@ def state_put_back(model: nn.Module) -> Iterator[None]:
             vars(module).update(own)
         for container, items in contents:
             _refill(container, items)
-        for tensor, old in values:
+        for tensor, old in (*values, *written.old.items()):
             if tensor.shape != old.shape or tensor.dtype != old.dtype:   # resized, or replaced through `.data`
                 tensor.data = old
             elif has_memory(tensor) and not same_bits(tensor, old):   # a write, even of equal values, would look like a change
                 tensor.detach().copy_(old)
+
+
+class _Written(TorchFunctionMode):
+    """A context that copies a trained parameter just before something may write to it."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.old: dict[nn.Parameter, Tensor] = {}
+        self._trained = {id(param) for param in model.parameters() if param.requires_grad}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if args and _may_write(func):
+            for param in args[0] if isinstance(args[0], list | tuple) else args[:1]:
+                if id(param) in self._trained and param not in self.old and has_memory(param):
+                    self.old[param] = param.detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def _may_write(func: Any) -> bool:
+    """Whether it is `mul_` or another such function, `x *= y`, `x[...] = y`, or access to `x.data`."""
+    name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
+    return name == "data" or name == "__setitem__" or re.fullmatch(r"(?!__).*[^_]_|__i\w+__", name) is not None
 
 
 def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
