@@ -244,7 +244,7 @@ def test_what_the_encoding_of_the_output_has_not_is_a_question_mark(encoding):
 
 
 def test_a_signal_before_the_first_step_ends_a_rank_also_in_an_import_that_takes_it_for_a_failure(folder):
-    code = "import signal; from rankloom import cli\ndef rank(config):\n" \
+    code = "import signal; from rankloom import cli\ndef rank(config, file):\n" \
            "    try: signal.raise_signal(signal.SIGINT)\n    except BaseException: raise ImportError('no such thing')\n" \
            "cli._be_a_rank = rank; cli.main()"
     done = subprocess.run([sys.executable, "-c", code, "train", "train.toml"], capture_output=True, text=True, check=False)

@@ -817,7 +817,7 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
     ({"context": "all_to_all"}, "context='all_to_all' has no meaning on a mesh without context ranks"),
     ({"tensor_overlap": 2}, "tensor_overlap=2 has no meaning on a mesh without tensor ranks"),
     ({"tensor_overlap": 0}, "tensor_overlap=0, expected a whole number of pieces"), ({"tensor_overlap": True}, "tensor_overlap=True, expe"),
-    ({"tensor_plan": {"nonsense": "colwise"}}, "pattern 'nonsense' matches no module"), ({"tensor_plan": "colwise"}, "is of type str"),
+    ({"tensor_plan": {"nonsense": "colwise"}}, "Line has no modules inside"), ({"tensor_plan": "colwise"}, "is of type str"),
     ({"precision": Precision("mine", torch.bfloat16, torch.float32, full=("nrom*",))}, "full pattern 'nrom\\*' fits no module"),
     ({"precision": Precision("mine", torch.bfloat16, torch.float32, reduce=torch.bfloat16)}, "'mine' reduces in torch.bfloat16"),
 ])
