@@ -172,7 +172,9 @@ def test_a_mistake_is_one_message_without_a_traceback(here, words, message):
     ["train", "train.toml", "--data.source", "/nope"], ["train", "train.toml", "--data.source", "/nope.npy"],
     ["train", "train.toml", "--data.source", "/nope", "--mesh.replicate", "2"], ["train", "train.toml", "--mesh.shard", "3"],
     ["train", "train.toml", "--train.stage", "3", "--train.reshard_after_forward", "2"], ["train", "train.toml", "--data.source", "empty"],
-    ["scale", "train.toml", "--data.source", "/nope"], ["bench", "--ranks", "1"], ["bench", "--ranks", "0"],
+    ["train", "train.toml", "--data.tokenizer", "/nope.json", "--mesh.replicate", "2"],
+    ["scale", "train.toml", "--data.tokenizer", "/nope.json"], ["scale", "train.toml", "--data.source", "/nope"],
+    ["bench", "--ranks", "1"], ["bench", "--ranks", "0"],
     ["bench", "--topology", "none.toml"],
 ])
 def test_what_is_refused_leaves_no_folder(folder, here, words):

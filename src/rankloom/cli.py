@@ -114,12 +114,14 @@ def train(file: ConfigFile, /, *overrides: Overrides) -> None:
     alone = find_place().launcher == "alone"
     with leaving_on_signals(as_killed=not alone):
         from rankloom.data.text import expect_source
+        from rankloom.data.tokenizer import expect_tokenizer
         from rankloom.train.run.config import load_config, with_ranks
 
         config = load_config(file, overrides)
         if alone:   # before the run has a folder
             config = with_ranks(config, config.mesh.as_mesh().size, file)
             expect_source(config.data.source)
+            expect_tokenizer(config.data.tokenizer)
         if config.checkpoint.resume is not None:
             from rankloom.train.run.resume import expect_steps_left
 

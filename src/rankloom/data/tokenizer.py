@@ -153,6 +153,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return BPETokenizer(inner, str(path))
 
 
+def expect_tokenizer(named: str | None) -> None:
+    """Before a run has a folder: check that a tokenizer that is named by a file can be read from it. raises: ConfigError, DataError"""
+    if named not in (None, "bytes", "bpe"):
+        load_tokenizer(named)
+
+
 def _library() -> Any:
     try:
         import tokenizers  # an optional extra

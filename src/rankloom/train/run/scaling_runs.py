@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rankloom.base.errors import ConfigError
 from rankloom.data.text import expect_source
+from rankloom.data.tokenizer import expect_tokenizer
 from rankloom.train.run.config import load_config, parse_overrides
 from rankloom.train.run.folder import holds_run
 from rankloom.train.run.schema import Config
@@ -76,6 +77,7 @@ def plan_study(file: Path, overrides: Sequence[str], ranks: Sequence[int], *, st
             raise ConfigError(f"{flag.flag} {flag.text}: has no effect on a study, {reason or aside}")
     shard = config.mesh.shard if ("mesh", "shard") in flags else None
     expect_source(config.data.source)
+    expect_tokenizer(config.data.tokenizer)
     if used := [run.name for run in (folder / f"ranks-{n}" for n in ranks) if holds_run(run)]:
         raise ConfigError(f"--out {folder}: holds {', '.join(used)} of an earlier study; give another folder")
     plans = {}
