@@ -50,3 +50,14 @@ def expect_equal(ranks: int, make: Callable[[], nn.Module], run: Callable, *, pl
         assert list(state) == list(plain.state_dict())
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+
+
+class Conv1D(nn.Module):
+    """A linear layer that keeps its weight transposed, as GPT-2 does."""
+
+    def __init__(self, nf: int, nx: int):
+        super().__init__()
+        self.nf, self.weight, self.bias = nf, nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rankloom.base.errors import StorageError
-from rankloom.base.files import expect_file, replacing
+from rankloom.base.files import expect_file, json_object, replacing
 
 
 def test_a_block_that_ends_well_replaces_the_file(tmp_path):
@@ -49,3 +49,10 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work():
     with pytest.raises(StorageError, match="--save /proc/links.json: /proc cannot be written"):
         expect_file("--save", Path("/proc/links.json"), ".json")
     expect_file("--save", None, ".json")
+
+
+@pytest.mark.parametrize(("text", "found"), [('{"a": 1}', {"a": 1}), ('{"a"', {}), ("[1]", {}), (None, {})])
+def test_a_json_file_that_is_missing_or_no_whole_object_is_empty(tmp_path, text, found):
+    if text is not None:
+        (tmp_path / "x.json").write_text(text)
+    assert json_object(tmp_path / "x.json") == found

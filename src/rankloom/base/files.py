@@ -1,11 +1,13 @@
-"""Write a file so that a reader sees the old one or the whole new one, never a part."""
+"""Write a file so that a reader sees the old one or the whole new one, never a part; read one that may be missing."""
 
+import json
 import os
 import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rankloom.base.errors import ConfigError, StorageError
 
@@ -77,3 +79,12 @@ def _link(file: Path, name: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; empty where there is none, or it is no whole object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankloom.base.errors import DataError
+from rankloom.base.files import json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ def read_history(run: Path) -> History:
     return History(
         [event for event in events if event.get("event") == "StepDone"],
         [event for event in events if event.get("event") == "Evaluated"],
-        _summary(run / "summary.json"),
+        json_object(run / "summary.json"),   # empty if the run did not finish
     )
 
 
@@ -47,15 +48,6 @@ def _event(path: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(event, dict):
         raise DataError(f"{path}:{number}: not a JSON object; the file is damaged")
     return event
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    """The summary of a run; empty if it did not finish."""
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
 
 
 def smooth(values: list[float], reach: int | None = None) -> list[float]:

@@ -9,7 +9,7 @@ Cost: two writes and two reads of the store at each end.
 
 import json
 from collections import Counter, defaultdict
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +18,31 @@ from rankloom.world.debug_store import Board
 
 Way = tuple[int, int, int]
 """Sender, receiver, tag."""
+
+UNLIKE = "is not what its receiver expects"
+ADVICE = "Give `recv` a tensor of the same dtype, with as many elements."
+
+
+class End(NamedTuple):
+    """What one end of a message sends or expects."""
+
+    op: str      # send or recv
+    numel: int
+    dtype: str
+    shape: list[int]
+    site: str
+
+    @classmethod
+    def of(cls, op: str, x: Tensor, site: str) -> "End":
+        """That of a call that sends or receives `x`."""
+        return cls(op, x.numel(), str(x.dtype).removeprefix("torch."), list(x.shape), site)
+
+    def fits(self, other: "End") -> bool:
+        """Whether as many elements of the same dtype are sent as are expected."""
+        return (self.numel, self.dtype) == (other.numel, other.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.dtype}{self.shape} at {self.site}"
 
 
 class Messages:
@@ -36,9 +61,7 @@ class Messages:
         me, sends = self._board.rank, op == "send"
         way = (me, peer, tag) if sends else (peer, me, tag)
         self._counts[op, way] += 1
-        announced = Announced(self._board, peer, way, self._counts[op, way], self._read[way],
-                              {"op": op, "numel": x.numel(), "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape),
-                               "site": site})
+        announced = Announced(self._board, peer, way, self._counts[op, way], self._read[way], End.of(op, x, site))
         self._board.ask(announced.begin, announced.what)
         return [] if sends else [announced]
 
@@ -50,16 +73,16 @@ class Announced:
     read:   numbers and keys of this rank's end of earlier messages, which the sender may still be reading
     """
 
-    def __init__(self, board: Board, peer: int, way: Way, number: int, read: list[tuple[int, str]], mine: dict[str, Any]):
+    def __init__(self, board: Board, peer: int, way: Way, number: int, read: list[tuple[int, str]], mine: End):
         self._board, self._peer, self._number, self._read, self._mine = board, peer, number, read, mine
         sender, receiver, tag = way
         key, ranks = f"message/{sender}/{receiver}/{tag}/{number}", board.ranks
-        self._key, self._theirs = key + f"/{mine['op']}", key + f"/{'recv' if mine['op'] == 'send' else 'send'}"
+        self._key, self._theirs = key + f"/{mine.op}", key + f"/{'recv' if mine.op == 'send' else 'send'}"
         self.what = f"message number {number} from rank {ranks[sender]} to rank {ranks[receiver]} with tag {tag}"
 
     def begin(self) -> None:
         """Tell the other end, and compare if it has come. Call it through `Board.ask`."""
-        self._board.tell_last(f"{self.what}, {_described(self._mine)}")
+        self._board.tell_last(f"{self.what}, {self._mine}")
         self._board.store.set(self._key, json.dumps(self._mine))
         if self._board.store.check([self._theirs]):
             self._compare()
@@ -83,14 +106,8 @@ class Announced:
         return self._board.ask(lambda: self._board.store.check([self._theirs]), self.what)
 
     def _compare(self) -> None:
-        theirs = json.loads(self._board.store.get(self._theirs))
-        if all(theirs[what] == self._mine[what] for what in ("numel", "dtype")):
+        theirs = End(*json.loads(self._board.store.get(self._theirs)))
+        if self._mine.fits(theirs):
             return
         me, peer = (self._board.ranks[rank] for rank in (self._board.rank, self._peer))
-        calls = "\n".join(f"  rank {rank}: {_described(call)}" for rank, call in ((me, self._mine), (peer, theirs)))
-        raise CollectiveMismatch(f"rank {me}: {self.what} is not what its receiver expects:\n{calls}\n"
-                                 "Give `recv` a tensor of the same dtype, with as many elements.")
-
-
-def _described(call: dict[str, Any]) -> str:
-    return f"{call['op']} of {call['dtype']}{call['shape']} at {call['site']}"
+        raise CollectiveMismatch(f"rank {me}: {self.what} {UNLIKE}:\n  rank {me}: {self._mine}\n  rank {peer}: {theirs}\n{ADVICE}")

@@ -8,27 +8,13 @@ second finds a difference before its bytes move. Debug mode (debug.py) compares 
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from rankloom.base.errors import CollectiveMismatch
 from rankloom.world.debug import Fingerprint, call_site
-from rankloom.world.debug_messages import Way
+from rankloom.world.debug_messages import ADVICE, UNLIKE, End, Way
 from rankloom.world.debug_queue import Start
-
-
-class End(NamedTuple):
-    """One end of a message."""
-
-    op: str      # send or recv
-    numel: int
-    dtype: str
-    shape: list[int]
-    site: str
-
-    def __str__(self) -> str:
-        return f"{self.op} of {self.dtype}{self.shape} at {self.site}"
 
 
 class Referee:
@@ -40,13 +26,9 @@ class Referee:
         self.calls: defaultdict[int, dict[int, Fingerprint]] = defaultdict(dict)   # by number and rank
         self.messages: defaultdict[Way, deque[End]] = defaultdict(deque)   # the same end of all that wait on a way
 
-    def seat(self, rank: int, names: Sequence[int]) -> "Seat":
-        """What rank number `rank` of the group compares its calls by. names: the ranks' numbers in the world"""
-        return Seat(self, rank, names)
-
 
 class Seat:
-    """One rank's place at the referee, used as an Inspector is."""
+    """The place of rank number `rank` of a group at its referee, used as an Inspector is. names: the ranks' numbers in the world"""
 
     def __init__(self, referee: Referee, rank: int, names: Sequence[int]):
         self._referee, self._rank, self._names = referee, rank, names
@@ -71,16 +53,15 @@ class Seat:
     def announce(self, op: str, x: Tensor, peer: int, tag: int) -> Sequence[object]:
         """The same for one end of a message, `send` or `recv`. Nobody has to wait for anything."""
         at, way = self._referee, (self._rank, peer, tag) if op == "send" else (peer, self._rank, tag)
-        mine = End(op, x.numel(), str(x.dtype).removeprefix("torch."), list(x.shape), call_site())
+        mine = End.of(op, x, call_site())
         with at.lock:
             waiting = at.messages[way]
             if not waiting or waiting[0].op == op:
                 waiting.append(mine)
                 return ()
             theirs = waiting.popleft()
-        if (mine.numel, mine.dtype) != (theirs.numel, theirs.dtype):
-            raise self._mismatch("a message is not what its receiver expects", {peer: theirs, self._rank: mine},
-                                 "Give `recv` a tensor of the same dtype, with as many elements.")
+        if not mine.fits(theirs):
+            raise self._mismatch(f"a message {UNLIKE}", {peer: theirs, self._rank: mine}, ADVICE)
         return ()
 
     def close(self) -> None:

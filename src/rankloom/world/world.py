@@ -137,7 +137,7 @@ class World(Group):
                     connect.call_first(pg, ranks.index(me), n, device, timeout)
         if self._debug:
             return pg, Inspector(dist.PrefixStore("debug", store), ranks.index(me), ranks, timeout, gone)
-        return pg, told.referee.seat(ranks.index(me), ranks) if told and self.backend == connect.GLOO else None
+        return pg, Seat(told.referee, ranks.index(me), ranks) if told and self.backend == connect.GLOO else None
 
 
 def _places(gone: Callable[[], Sequence[int]], ranks: tuple[int, ...]) -> list[int]:

@@ -16,21 +16,10 @@ from rankloom.parallel.clip import clip_grad_norm_
 from rankloom.parallel.model_split import ModelSplit, full_state_dict
 from rankloom.parallel.tensor.holding import Holding, holdings, sum_partial_gradients
 from seeded import seeded, shaken
-from split_model import expect_equal, whole_gradients
+from split_model import Conv1D, expect_equal, whole_gradients
 
 WIDTH, HEAD = 8, 2
 PLAN = {"*.qkv": "packed_qkv_colwise", "*.out": "rowwise"}
-
-
-class Conv1D(nn.Module):
-    """A linear layer that keeps its weight transposed, as GPT-2 does."""
-
-    def __init__(self, nf: int, nx: int):
-        super().__init__()
-        self.nf, self.weight, self.bias = nf, nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 
 class Attention(nn.Module):

@@ -15,7 +15,7 @@ import rankloom as rl
 from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.parallel.tensor import styles
 from rankloom.parallel.tensor.holding import holdings
-from split_model import expect_equal
+from split_model import Conv1D, expect_equal
 
 RANKS = [1, 2, 3, 4]
 
@@ -26,17 +26,6 @@ def shaken(model: nn.Module) -> nn.Module:
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=draw))
     return model.double()
-
-
-class Conv1D(nn.Module):
-    """A linear layer that keeps its weight transposed, as GPT-2 does."""
-
-    def __init__(self, nf: int, nx: int):
-        super().__init__()
-        self.nf, self.weight, self.bias = nf, nn.Parameter(torch.empty(nx, nf)), nn.Parameter(torch.empty(nf))
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 
 class Pair(nn.Module):

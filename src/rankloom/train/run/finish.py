@@ -18,7 +18,7 @@ from rankloom.train.engine import Engine
 from rankloom.train.long_work import while_others_wait
 from rankloom.train.run.folder import write_json
 from rankloom.train.run.job import Job, reporter
-from rankloom.train.run.resume import SUMMARY, say_how_to_resume
+from rankloom.train.run.resume import say_how_to_resume
 from rankloom.train.run.samples import continue_texts, starts
 from rankloom.train.run.stop import StopSignal
 from rankloom.train.run.weights import load_model, save_model
@@ -69,7 +69,7 @@ def finish_run(job: Job, summary: Summary, stop: StopSignal) -> Summary:
     finally:
         summary = replace(summary, trigram_loss=trigram, stopped_by=summary.stopped_by or stop.number)
         if job.world.rank == 0:
-            write_json(job.run / SUMMARY, asdict(summary))
+            write_json(job.run / "summary.json", asdict(summary))
     return summary
 
 

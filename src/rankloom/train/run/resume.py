@@ -6,7 +6,6 @@ A resumed run has its own folder and may have another mesh. Only the step and th
 decay, betas and momentum are those of its own config.
 """
 
-import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 from rankloom.base.compression import EXACT
 from rankloom.base.errors import ConfigError, DataError, ModelMismatch, StorageError
 from rankloom.base.events import Saved
+from rankloom.base.files import json_object
 from rankloom.checkpoint.files import MANIFEST, read_manifest
 from rankloom.data.text import expanded
 from rankloom.train.checkpoint import save_checkpoint
@@ -29,7 +29,7 @@ from rankloom.train.run.schema import Config
 from rankloom.train.run.weights import save_tokenizer
 from rankloom.train.state import NEW_RUN
 
-FOLDER, SUMMARY = "checkpoints", "summary.json"
+FOLDER = "checkpoints"
 CONFIGURED = ("weight_decay", "betas", "momentum")   # of a parameter group; the learning rate comes from the schedule
 
 
@@ -114,7 +114,7 @@ def resume(job: Job, engine: Engine) -> None:
         engine.load(path)
     for group, configured in zip(groups, ours):
         group.update(configured)
-    _expect_steps_left(path, engine.steps_done, job.config)
+    job.world.agree(_nothing_left(path, engine.steps_done, job.config), label="steps that are left")
     if engine.steps_done == job.config.train.steps:
         job.say(f"finishes the run of {path}, which was stopped after its last step, {engine.steps_done}")
         return
@@ -130,22 +130,17 @@ def expect_steps_left(config: Config) -> None:
         path = newest_checkpoint(Path(config.checkpoint.resume))
         with _naming_the_one_before(path):
             manifest = read_manifest(path)[1]
-        _expect_steps_left(path, (NEW_RUN | manifest.facts.get("run", {}))["step"], config)
+        if problem := _nothing_left(path, (NEW_RUN | manifest.facts.get("run", {}))["step"], config):
+            raise ConfigError(problem)
 
 
-def _expect_steps_left(path: Path, done: int, config: Config) -> None:
-    """A run that was killed after its last step has still to evaluate, and to write its weights."""
+def _nothing_left(path: Path, done: int, config: Config) -> str | None:
+    """Why a run has nothing to do, or None. One that was killed after its last step has still to evaluate, and to write its weights."""
     steps = config.train.steps
-    if done > steps or (done == steps and _has_ended(path.parent.parent)):
-        raise ConfigError(f"{path}: is of step {done}, and [train] steps = {steps}: nothing is left to train; give more --train.steps")
-
-
-def _has_ended(run: Path) -> bool:
-    """Whether a run has done all: its summary comes last."""
-    try:
-        return not json.loads((run / SUMMARY).read_text())["stopped_by"]
-    except (OSError, ValueError, LookupError):   # there is none, or it is not whole
-        return False
+    has_ended = json_object(path.parent.parent / "summary.json").get("stopped_by") == 0   # a run writes it last
+    if done < steps or (done == steps and not has_ended):
+        return None
+    return f"{path}: is of step {done}, and [train] steps = {steps}: nothing is left to train; give more --train.steps"
 
 
 def say_how_to_resume(run: Path, steps_left: int) -> list[str]:
