@@ -129,6 +129,7 @@ def test_a_dropped_call_that_times_out_while_it_is_waited_for_is_an_error_of_our
             with pytest.raises(rl.CollectiveTimeout, match="rank 0"):
                 for _ in range(MANY):
                     world.recv(torch.zeros(3), 1, async_op=True, label="never sent")
+            world.close()
         over.wait(20)
 
     rl.simulate(2, body, timeout=1)
@@ -171,6 +172,8 @@ def test_a_world_is_idle_when_no_call_of_any_of_its_groups_is_in_flight():
 
 
 def test_an_error_that_a_wait_has_raised_is_not_raised_again_by_another_call():
+    over = threading.Barrier(2)
+
     def body(world):
         world.barrier()
         if world.rank == 0:
@@ -180,6 +183,8 @@ def test_an_error_that_a_wait_has_raised_is_not_raised_again_by_another_call():
             del handle
             gc.collect()
             assert not world.in_flight._dropped
+            world.close()
+        over.wait(20)
 
     rl.simulate(2, body, timeout=1)
 

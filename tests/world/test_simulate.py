@@ -2,6 +2,7 @@
 
 import _thread
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -24,11 +25,11 @@ class Mine(Exception):
         super().__init__(code, text)
 
 
-def quickly(ranks, body, error):
+def quickly(ranks, body, error, **options):
     """`body` must raise `error` in simulate, well before its time-out; returns the exception."""
     begin = time.monotonic()
     with pytest.raises(error) as caught:
-        rl.simulate(ranks, body, timeout=AT_ONCE + 5)   # until then a rank that is left behind keeps its process
+        rl.simulate(ranks, body, timeout=AT_ONCE + 5, **options)   # until then a rank that is left behind keeps its process
     assert time.monotonic() - begin < AT_ONCE, "the others were left waiting"
     return caught.value
 
@@ -63,15 +64,46 @@ def test_a_number_of_ranks_that_cannot_be_is_refused(ranks):
         rl.simulate(ranks, lambda w: None)
 
 
-def test_an_early_end_of_one_rank_does_not_cut_off_a_slower_one():
+@pytest.mark.parametrize("waits", [True, False], ids=["blocking", "its handle dropped"])
+@pytest.mark.parametrize("numel", [4, 1 << 18])
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_an_early_end_of_one_rank_does_not_cut_off_a_slower_one(backend, numel, waits):
     def body(world):
         if world.rank == 0:
-            world.send(torch.ones(1 << 18), 1)
+            world.send(torch.ones(numel), 1, async_op=not waits)
             return None
         time.sleep(0.1)
-        return world.recv(torch.zeros(1 << 18), 0).sum().item()
+        return world.recv(torch.zeros(numel), 0).sum().item()
 
-    assert rl.simulate(2, body) == [None, float(1 << 18)]
+    assert rl.simulate(2, body, backend=backend) == [None, float(numel)]
+
+
+CALLS_OF_ONE_RANK = {
+    "a collective": lambda w: w.all_reduce(torch.ones(3)),
+    "an asynchronous one": lambda w: w.all_gather(torch.ones(3), async_op=True).wait(),
+    "a message": lambda w: w.recv(torch.ones(3), 1),
+    "an exchange": lambda w: w.exchange(torch.ones(3), 1, torch.ones(3), 1),
+    "a collective of a sub-group": lambda w: w.group("shard").barrier(),
+    "a message of a twin": lambda w: w.group("shard").twin().recv(torch.ones(3), 1),
+}
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+@pytest.mark.parametrize("call", CALLS_OF_ONE_RANK)
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_rank_that_waits_for_one_whose_body_has_returned_is_told_at_once(backend, call, returns_first):
+    def body(world):
+        group = world.group("shard")
+        group.barrier()
+        group.twin().barrier()
+        if (world.rank == 0) == returns_first:
+            time.sleep(0.1)
+        if world.rank == 0:
+            CALLS_OF_ONE_RANK[call](world)
+
+    kind = rl.CollectiveMismatch if backend == "gloo" else rl.RankLost
+    error = quickly(rl.Mesh(replicate=2, shard=2), body, kind, backend=backend)
+    assert re.search(r"rank \d: has returned from its body|lost rank \d: it has left", str(error))
 
 
 # ---------------------------------------------------------------- failures
@@ -132,7 +164,12 @@ def test_ranks_that_make_groups_when_one_raises_are_set_free_and_no_thread_is_le
 
 def test_a_rank_that_nobody_joins_to_make_a_group_is_told_so_after_the_time_out():
     with pytest.raises(rl.RankLost, match=r"rank 0: only 1 of 2 ranks came to make a group; the others did not come within 0.5 s"):
-        rl.simulate(rl.Mesh(replicate=2, shard=2), lambda world: world.group("shard") if world.rank == 0 else None, timeout=0.5)
+        rl.simulate(rl.Mesh(replicate=2, shard=2), lambda world: world.group("shard") if world.rank == 0 else time.sleep(1), timeout=0.5)
+
+
+def test_a_rank_that_makes_a_group_with_one_whose_body_has_returned_is_told_at_once():
+    error = quickly(rl.Mesh(replicate=2, shard=2), lambda world: world.group("shard") if world.rank == 0 else None, rl.RankLost)
+    assert str(error) == "rank 0: only 1 of 2 ranks came to make a group; rank 1 has returned from its body"
 
 
 def test_a_rank_that_raises_while_it_holds_unfinished_handles_frees_the_others_too():

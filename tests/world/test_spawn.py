@@ -54,6 +54,20 @@ def end_on(bad, how, world):
     world.barrier()
 
 
+def return_early(world):
+    world.barrier()
+    if world.rank == 0:
+        world.recv(torch.empty(3), 1)
+
+
+def send_and_return(world):
+    if world.rank == 0:
+        world.send(torch.ones(4), 1)
+        return world.send(torch.ones(1 << 20), 1, async_op=True).label
+    time.sleep(0.3)
+    return world.recv(torch.empty(4), 0).sum().item() + world.recv(torch.empty(1 << 20), 0).sum().item()
+
+
 def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -230,6 +244,17 @@ def test_a_rank_killed_by_a_signal_is_named_with_the_signal():
 def test_a_rank_that_leaves_in_the_middle_is_a_failure_although_it_says_that_all_is_well():
     with pytest.raises(rl.RankFailed, match=r"rank 0 of 2 ended without a word: exit code 0"):
         rl.spawn(2, partial(end_on, 0, leave_quietly), timeout=60)
+
+
+def test_a_rank_that_waits_for_one_whose_body_has_returned_is_told_at_once():
+    begin = time.monotonic()
+    with pytest.raises(rl.RankLost, match="rank 0: recv .* lost rank 1: it has left the group"):
+        rl.spawn(2, return_early, timeout=2 * AT_ONCE)
+    assert time.monotonic() - begin < 2 * AT_ONCE
+
+
+def test_what_a_rank_has_sent_before_its_body_returned_arrives():
+    assert rl.spawn(2, send_and_return) == ["send", 4.0 + (1 << 20)]
 
 
 def test_a_rank_that_exits_does_not_end_the_caller_without_a_word():

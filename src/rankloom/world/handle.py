@@ -31,6 +31,12 @@ class InFlight:
         """Those that somebody holds."""
         return [handle for reference in self._handles.valuerefs() if (handle := reference()) is not None]
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all that was begun has ended, be it held or dropped. (Of dropped messages, gloo does not say so.)"""
+        works = [work for handle in self.handles() for work in handle.works or ()]
+        return all(work.is_completed() for work in (*works, *(work for dropped in self._dropped for work in dropped)))
+
     def add(self, handle: "Handle") -> None:
         """Remember a new handle, and forget what has ended of those that were dropped.
 

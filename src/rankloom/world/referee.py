@@ -2,7 +2,8 @@
 
 gloo ends the process when ranks disagree about a length, and takes one dtype for another. Where ranks are threads, that process is the
 whole program, such as a test runner. They also have memory in common, so comparing costs microseconds, and nobody waits: whoever comes
-second finds a difference before its bytes move. Debug mode (debug.py) compares labels too, and tells all ranks.
+second finds a difference before its bytes move, or that a rank has returned from its body and makes no such call. Debug mode (debug.py)
+compares labels too, and tells all ranks.
 """
 
 import threading
@@ -16,6 +17,8 @@ from rankloom.world.debug import Fingerprint, call_site
 from rankloom.world.debug_messages import ADVICE, UNLIKE, End, Way
 from rankloom.world.debug_queue import Start
 
+RETURNED = "has returned from its body"
+
 
 class Referee:
     """The calls of one group that not all of its ranks have made, and the messages of which one end has come. Shared by its ranks."""
@@ -25,6 +28,8 @@ class Referee:
         self.counts: Counter[int] = Counter()                        # collectives that each rank has begun
         self.calls: defaultdict[int, dict[int, Fingerprint]] = defaultdict(dict)   # by number and rank
         self.messages: defaultdict[Way, deque[End]] = defaultdict(deque)   # the same end of all that wait on a way
+        self.left: set[int] = set()   # the ranks whose body has returned
+        self.closed: set[int] = set()
 
 
 class Seat:
@@ -40,14 +45,13 @@ class Seat:
             at.counts[self._rank] += 1
             number = at.counts[self._rank]
             came = at.calls[number]
-            other = next((rank for rank, theirs in came.items() if not self._fit(mine, rank, theirs)), None)
-            calls = {self._rank: mine} if other is None else {other: came[other], self._rank: mine}
+            others: dict[int, object] = {rank: RETURNED for rank in at.left if at.counts[rank] < number}
+            others |= {rank: theirs for rank, theirs in came.items() if not self._fit(mine, rank, theirs)}
             came[self._rank] = mine
             if len(came) == len(self._names):
                 del at.calls[number]
-        if other is not None:
-            raise self._mismatch(f"collective number {number} of this group is not the same on all ranks", calls,
-                                 "Every rank must make the same calls in the same order, and expect what the others send.")
+        if others:
+            raise self._other_calls(number, others | {self._rank: mine})
         return start
 
     def announce(self, op: str, x: Tensor, peer: int, tag: int) -> Sequence[object]:
@@ -56,16 +60,35 @@ class Seat:
         mine = End.of(op, x, call_site())
         with at.lock:
             waiting = at.messages[way]
-            if not waiting or waiting[0].op == op:
+            theirs = waiting.popleft() if waiting and waiting[0].op != op else None
+            if not theirs:
                 waiting.append(mine)
-                return ()
-            theirs = waiting.popleft()
-        if not mine.fits(theirs):
+            never = not theirs and op == "recv" and peer in at.left
+        if never:
+            raise self._no_message({peer: RETURNED, self._rank: mine})
+        if theirs and not mine.fits(theirs):
             raise self._mismatch(f"a message {UNLIKE}", {peer: theirs, self._rank: mine}, ADVICE)
         return ()
 
+    def leave(self) -> None:
+        """This rank makes no more calls. raises: CollectiveMismatch when others wait for one"""
+        at = self._referee
+        with at.lock:
+            at.left.add(self._rank)
+            number = at.counts[self._rank] + 1
+            over = at.left | at.closed
+            calls = {rank: call for rank, call in at.calls.get(number, {}).items() if rank not in over}
+            expected = {receiver: ends[0] for (sender, receiver, _), ends in at.messages.items()
+                        if sender == self._rank and receiver not in over and ends and ends[0].op == "recv"}
+        if calls:
+            raise self._other_calls(number, calls | {self._rank: RETURNED})
+        if expected:
+            raise self._no_message(expected | {self._rank: RETURNED})
+
     def close(self) -> None:
-        """Nothing to end: nobody waits here."""
+        """This rank waits for nobody any more. Those that wait for it notice that themselves: its connection is closed."""
+        with self._referee.lock:
+            self._referee.closed.add(self._rank)
 
     def _fit(self, mine: Fingerprint, rank: int, theirs: Fingerprint) -> bool:
         """Whether this rank's call and that of another are the same; of an all-to-all, whether they deal each other what they expect."""
@@ -75,6 +98,13 @@ class Seat:
             return True
         (sends, expects), (their_sends, they_expect) = mine.rows, theirs.rows
         return sends[rank] == they_expect[self._rank] and their_sends[self._rank] == expects[rank]
+
+    def _other_calls(self, number: int, calls: Mapping[int, object]) -> CollectiveMismatch:
+        return self._mismatch(f"collective number {number} of this group is not the same on all ranks", calls,
+                              "Every rank must make the same calls in the same order, and expect what the others send.")
+
+    def _no_message(self, calls: Mapping[int, object]) -> CollectiveMismatch:
+        return self._mismatch("a message is expected that is never sent", calls, "Every `recv` needs a `send` of the other rank.")
 
     def _mismatch(self, what: str, calls: Mapping[int, object], advice: str) -> CollectiveMismatch:
         table = "\n".join(f"  rank {self._names[rank]}: {call}" for rank, call in sorted(calls.items()))

@@ -4,7 +4,7 @@ import atexit
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ def simulate(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 
 
     When a rank raises, the others are woken at once, and the first exception is raised here with a note that names the rank. If
     gloo cannot wake a thread, it is left to its time-out after a second. For `sys.exit` in a rank this raises RankFailed; when ranks make
-    different calls, CollectiveMismatch.
+    different calls, or one returns while another waits for it, CollectiveMismatch (with "rankloom" RankLost).
     Starts in milliseconds. Ranks share the interpreter, so this is for tests and for reading, not for speed. They also share torch's
     default generator: what a body draws from it depends on which rank comes first, even after `torch.manual_seed`. Make models before,
     or draw from a generator of the body's own.
@@ -57,7 +57,8 @@ class _Meetings:
 
     news:     guards the others
     over:     why no group can be made any more, or nothing
-    gone:     the ranks whose world has been closed
+    gone:     the ranks whose world has been closed, or whose body has returned
+    left:     the ranks whose body has returned
     came:     by group: how many of its ranks have come
     referees: by group: what compares the calls of its ranks
     opening:  by group: the files that ranks which are connecting now may still open
@@ -65,18 +66,19 @@ class _Meetings:
 
     def __init__(self, timeout: float, gone: Callable[[], list[int]]):
         self.news, self.over, self.timeout, self.gone = threading.Condition(), "", timeout, gone
+        self.left: set[int] = set()
         self.came: Counter[str] = Counter()
         self.referees: defaultdict[str, Referee] = defaultdict(Referee)
         self.opening: Counter[str] = Counter()
 
     @contextmanager
-    def meet(self, meeting: tuple[str, int, int, int]) -> Iterator[Told]:
+    def meet(self, meeting: tuple[str, Sequence[int], int, int]) -> Iterator[Told]:
         """Wait until all ranks of a group are here; inside, they connect.
 
         raises: RankLost when one fails, or they do not come in time; ConfigError, on the last, if they may not open so many files
         """
-        group, size, rank, files = meeting
-        deadline = time.monotonic() + self.timeout
+        group, ranks, place, files = meeting
+        deadline, size = time.monotonic() + self.timeout, len(ranks)
         with self.news:
             if self.came[group] + 1 == size:   # the others still wait: if there is no room, nobody connects
                 make_room(self.opening.total() + size * files + SPARE, f"a group of {size} ranks in one process")
@@ -85,16 +87,23 @@ class _Meetings:
             referee = self.referees[group]
             self.news.notify_all()
             while self.came[group] < size:
-                if self.over or not self.news.wait(deadline - time.monotonic()):
+                returned = [f"rank {rank} has returned from its body" for rank in ranks if rank in self.left]
+                if self.over or returned or not self.news.wait(deadline - time.monotonic()):
                     self.came[group] -= 1
-                    why = self.over or f"the others did not come within {self.timeout:g} s"
-                    raise RankLost(f"rank {rank}: only {self.came[group] + 1} of {size} ranks came to make a group; {why}")
+                    why = self.over or ", ".join(returned) or f"the others did not come within {self.timeout:g} s"
+                    raise RankLost(f"rank {ranks[place]}: only {self.came[group] + 1} of {size} ranks came to make a group; {why}")
         try:
             yield Told(self.gone, referee)
         finally:
             with self.news:
                 self.opening[group] -= files
                 self.news.notify_all()
+
+    def leave(self, rank: int) -> None:
+        """A rank's body has returned: tell those that wait for it to make a group."""
+        with self.news:
+            self.left.add(rank)
+            self.news.notify_all()
 
     def end(self, why: str) -> None:
         """Before a rank closes: set free those that wait, and let those that connect finish."""
@@ -145,7 +154,8 @@ class _Simulation:
         return self.results
 
     def _gone(self) -> list[int]:
-        return [rank for rank, world in enumerate(self.worlds) if world is not None and world._process_group is None]
+        closed = {rank for rank, world in enumerate(self.worlds) if world is not None and world._process_group is None}
+        return sorted(closed | self.meetings.left)
 
     def _join(self, thread: threading.Thread) -> bool:
         """Wait until a rank has ended; once another has failed, only for a moment. Returns whether it has ended.
@@ -168,6 +178,8 @@ class _Simulation:
             if self.interrupted:
                 world.close()
             self.results[rank] = self.body(world)
+            self.meetings.leave(rank)
+            world.leave()
         except BaseException as error:   # handed to the caller of simulate, never swallowed
             with self.meetings.news:
                 self.failed_at = self.failed_at or time.monotonic()

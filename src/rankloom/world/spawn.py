@@ -116,6 +116,7 @@ def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join,
         body = _found(work)
         world = join(rank)
         answer = _pickled_result(rank, body(world))
+        world.leave()
     except BaseException as error:   # sent to the parent, which raises it
         answer = _pickled_failure(rank, error)
     pipe.send_bytes(answer)

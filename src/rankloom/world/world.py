@@ -48,11 +48,11 @@ class Told(NamedTuple):
     referee: Referee
 
 
-Meeting = Callable[[tuple[str, int, int, int]], AbstractContextManager[Told | None]]
-"""Called with the name of a group, the number of its ranks, this rank, and the number of files that it will open."""
+Meeting = Callable[[tuple[str, Sequence[int], int, int]], AbstractContextManager[Told | None]]
+"""Called with the name of a group, its ranks, this rank's place among them, and the number of files that it will open."""
 
 
-def _in_a_process_of_its_own(meeting: tuple[str, int, int, int]) -> AbstractContextManager[None]:
+def _in_a_process_of_its_own(meeting: tuple[str, Sequence[int], int, int]) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -103,6 +103,19 @@ class World(Group):
         handles = [handle for group in (self, *self._parts()) for handle in group.in_flight.handles()]
         return all(work.is_completed() for handle in handles for work in handle.works or ())
 
+    def leave(self) -> None:
+        """This rank's body has returned: it makes no more calls. Those that wait for one of it are told at once, as far as it can be known:
+        threads over gloo have a referee, and shared memory can be left while others still read what is in it.
+
+        raises: CollectiveMismatch (from the referee)
+        """
+        groups = self, *self._parts()
+        for group in groups:
+            if group._process_group is not None and isinstance(group._inspector, Seat):
+                group._inspector.leave()
+        if self.backend == connect.SHARED and self.one_host and self.device.type == "cpu" and all(g.in_flight.has_ended for g in groups):
+            self.close()
+
     def close(self) -> None:
         """Drop every connection of this rank; peers that wait for it get RankLost."""
         for group in self._parts():
@@ -125,7 +138,7 @@ class World(Group):
         files = MEMORY if self.backend == connect.SHARED and self.one_host else n
         make_room(files + SPARE, f"a group of {n} ranks")
         store = dist.PrefixStore(meeting, self._store)
-        with self._meet((meeting, n, me, files)) as told:
+        with self._meet((meeting, ranks, me, files)) as told:
             gone: Callable[[], Sequence[int]] = partial(_places, told.gone, ranks) if told else tuple   # gloo itself cannot tell
             if self.backend == connect.SHARED:
                 shared = build(store, ranks.index(me), n, timeout, ranks=ranks, name=name)
