@@ -99,7 +99,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     reshard_after_forward: stage 3. True: free gathered parameters after forward. False: keep them until backward. n: keep them
                      sharded over n neighbouring ranks (one node)
     ahead:           stage 3: how many units are prefetched, that is, gathered ahead of their use
-    offload:         stages 1 to 3: shards, gradients and optimizer state are in host memory, and the optimizer runs on the CPU
+    offload:         stages 1 to 3: slices, gradients and optimizer state are in host memory, and the optimizer runs on the CPU
     gradient_memory: stages 2 and 3: bytes of unsharded gradients that may be kept between micro-batches; these are reduced only once
     initialize:      for a model on the meta device: initialize(name, tensor) writes a tensor's initial values in place. Names are
                      those of the plain model, and tensors are whole, on any mesh. Left out, modules' `reset_parameters` is called

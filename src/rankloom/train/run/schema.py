@@ -181,7 +181,7 @@ class Train(ConfigSection):
     threads: Count | None = None            # CPU threads per rank; left out: as set by the launcher or torch
     stage: Stage = 0   # sharded over [mesh] shard: 1 optimizer state, 2 gradients too, 3 parameters too; left out: 3 if shard > 1
     recompute: str = NONE               # none, selective, full, or the bytes that activations may take: 24 GiB
-    offload: bool = False              # stages 1 to 3: shards, gradients and optimizer state in host memory; the optimizer on the CPU
+    offload: bool = False              # stages 1 to 3: slices, gradients and optimizer state in host memory; the optimizer on the CPU
     offload_activations: bool = False   # what blocks keep for backward is moved to host memory until then
     compile: bool = False              # compile each block with torch.compile
     pipe: str | None = None            # [mesh] pipe: the schedule of a step's micro-batches; left out: 1f1b (rankloom schedule list)
