@@ -40,21 +40,33 @@ def entered(x: Tensor, enter: Entrance | None, group: Group, label: str) -> Tens
     return x
 
 
-class ColumnLinear(nn.Module):
+class CutLinear(nn.Module):
+    """What a rank has of a linear layer: part of its weight, [out, in] or [in, out] when `transposed`, and its bias or part of it."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, *, transposed: bool, label: str):
+        super().__init__()
+        self.weight, self.group, self.transposed, self.label = weight, group, transposed, label
+        self.register_parameter("bias", bias)
+        self.in_features, self.out_features = weight.shape if transposed else weight.shape[::-1]   # of this rank
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [..., in_features] -> [..., out_features], nothing sent."""
+        return product(x, self.weight, bias, self.transposed)
+
+
+class ColumnLinear(CutLinear):
     """A linear layer of which each rank holds some output features.
 
     enter:   the entrance shared with its siblings. With sequence parallel None: the all-gather before it sums the input's gradient
     gathers: the number of output features (without padding) to all-gather; 0: they stay cut
     """
 
-    bias: nn.Parameter | None
-
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, enter: Entrance | None, *,
                  transposed: bool, gathers: int, label: str):
-        super().__init__()
-        self.weight, self.group, self.enter, self.transposed, self.gathers, self.label = weight, group, enter, transposed, gathers, label
-        self.register_parameter("bias", bias)
-        self.in_features, self.out_features = weight.shape if transposed else weight.shape[::-1]   # of this rank
+        super().__init__(weight, bias, group, transposed=transposed, label=label)
+        self.enter, self.gathers = enter, gathers
 
     def extra_repr(self) -> str:
         """For printing the model."""
@@ -69,25 +81,17 @@ class ColumnLinear(nn.Module):
         """x: [..., in], whole -> [..., out / p]."""
         return self.product(entered(x, self.enter, self.group, self.label), self.bias)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [..., in] -> [..., out / p], nothing sent."""
-        return product(x, self.weight, bias, self.transposed)
 
-
-class RowLinear(nn.Module):
+class RowLinear(CutLinear):
     """A linear layer of which each rank holds some input features. Its output is as `out` says: whole, or split by tokens.
 
     slices: the input is whole, and each rank slices its features out of it
     """
 
-    bias: nn.Parameter | None
-
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, out: Layout, *,
                  transposed: bool, slices: bool, label: str):
-        super().__init__()
-        self.weight, self.group, self.out, self.transposed, self.slices, self.label = weight, group, out, transposed, slices, label
-        self.register_parameter("bias", bias)
-        self.in_features, self.out_features = weight.shape if transposed else weight.shape[::-1]   # of this rank
+        super().__init__(weight, bias, group, transposed=transposed, label=label)
+        self.out, self.slices = out, slices
 
     def extra_repr(self) -> str:
         """For printing the model."""
@@ -112,10 +116,6 @@ class RowLinear(nn.Module):
         """x: [..., in / p] -> [..., out], summed; or this rank's tokens of it."""
         y = self.product(x, None)
         return redistribute(y, PARTIAL, self.out, self.group, label=self.label, overwrite=True)
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [..., in / p] -> this rank's term of [..., out], nothing sent."""
-        return product(x, self.weight, bias, self.transposed)
 
 
 def move_after(module: nn.Module, src: Layout, dst: Layout, group: Group, label: str) -> None:
