@@ -109,7 +109,7 @@ def train(file: ConfigFile, /, *overrides: Overrides) -> None:
     file
         A TOML file such as train.toml.
     overrides
-        Any key of the file, as --section.key value: --mesh.replicate 4 --train.steps=200
+        Any key of the file, as --section.key value: --mesh.replicate 4 --train.steps=200. docs/reference.md lists all
     """
     alone = find_place().launcher == "alone"
     with leaving_on_signals(as_killed=not alone):

@@ -211,7 +211,8 @@ class Engine:
         """Write the whole training state into a folder that all ranks see. A collective: ranks write what they hold, each element once.
 
         A checkpoint that is already there stays complete until the new one is complete; then it is removed.
-        raises: ConfigError, on all ranks, when a file cannot be written; the earlier checkpoint is unchanged
+        raises: on all ranks StorageError when a file cannot be written, ConfigError for values that a checkpoint cannot hold; UnitError
+                when the model was changed in place. The earlier checkpoint is then unchanged
         """
         save_checkpoint(self.training(), folder)
 
