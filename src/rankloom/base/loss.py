@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankloom.base.errors import LossError
+from rankloom.base.tensors import at_least_fp32
 
 Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]   # logits [n, V], targets [n] -> their summed loss, its gradient [n, V]
 IGNORE = -100                              # a target that is not counted, as in torch
@@ -45,11 +46,6 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def loss_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a loss is added up in: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a weight's gradient waits for backward: its own, but fp32 for fp16.
 
@@ -59,7 +55,7 @@ def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def add_sum_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left.T @ right, for total [V, W] in `loss_dtype`, left [n, V], right [n, W].
+    """total += left.T @ right, for total [V, W] in at least fp32, left [n, V], right [n, W].
 
     On CUDA one kernel multiplies 16-bit factors and adds to the fp32 total; in two, the product would be rounded, written and read again.
     On the CPU, and under torch.compile, fp16 factors are cast to fp32 first: the sum of their products over rows may be infinite in fp16.
@@ -86,9 +82,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, kernel: Kernel) -> Tensor:
         """hidden [N, W], weight [V, W], targets [N] -> the summed loss."""
-        total = torch.zeros((), dtype=loss_dtype(hidden.dtype), device=hidden.device)
+        total = torch.zeros((), dtype=at_least_fp32(hidden.dtype), device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype)) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=at_least_fp32(weight.dtype)) if ctx.needs_input_grad[1] else None
         for start in range(0, hidden.shape[0], rows):
             part = hidden[start:start + rows]
             loss, grad_logits = kernel(F.linear(part, weight), targets[start:start + rows])

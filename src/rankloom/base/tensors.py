@@ -19,6 +19,15 @@ def expect_number_format(what: str, dtype: Any) -> None:
         raise ConfigError(f"{what}={dtype}, expected a dtype of floating numbers in 16 bits or more, such as torch.bfloat16")
 
 
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add up many numbers of `dtype` in.
+
+    >>> at_least_fp32(torch.bfloat16), at_least_fp32(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
 def version_of(x: Tensor) -> int:
     """How often `x` was written in place; 0 in inference mode, where torch does not count."""
     return 0 if x.is_inference() else x._version

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankloom.base.loss import IGNORE, ChunkedCrossEntropy, Kernel, chunk_rows, loss_dtype
+from rankloom.base.loss import IGNORE, ChunkedCrossEntropy, Kernel, chunk_rows
+from rankloom.base.tensors import at_least_fp32
 
 
 def language_model_loss(model: nn.Module, batch: tuple[Tensor | tuple[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -42,7 +43,7 @@ def count_targets(targets: Tensor) -> Tensor:
 
 def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross-entropy of logits [..., V] against targets [...], in fp32 or fp64."""
-    wide = logits.to(loss_dtype(logits.dtype))
+    wide = logits.to(at_least_fp32(logits.dtype))
     return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -90,7 +91,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     counted = (targets != IGNORE).unsqueeze(1)
     index = torch.where(counted, targets.unsqueeze(1), 0)   # `gather` raises for any other negative target
-    log_softmax = torch.log_softmax(logits, dim=1, dtype=loss_dtype(logits.dtype))
+    log_softmax = torch.log_softmax(logits, dim=1, dtype=at_least_fp32(logits.dtype))
     loss = -torch.where(counted, log_softmax.gather(1, index), 0.0).sum()
     if torch.compiler.is_compiling():   # the compiler fuses this into one pass; a scatter would first write all of it to memory in fp32
         gradient = log_softmax.exp() - (torch.arange(logits.shape[1], device=logits.device) == index).to(log_softmax.dtype)

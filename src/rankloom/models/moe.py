@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import copy_user_attributes
 from rankloom.base.scoped import temporarily
-from rankloom.base.tensors import keep_until_read
+from rankloom.base.tensors import at_least_fp32, keep_until_read
 from rankloom.models.config import MoEConfig
 from rankloom.models.mlp import MLP
 from rankloom.models.sequence_part import WHOLE, SequencePart
@@ -113,12 +113,12 @@ class Router(nn.Module):
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         super()._apply(fn, recurse)   # type: ignore[no-untyped-call]
         if self.bias is not None:     # 16 bits would round its small steps away
-            self.bias = self.bias.to(torch.promote_types(self.bias.dtype, torch.float32))
+            self.bias = self.bias.to(at_least_fp32(self.bias.dtype))
         return self
 
     def forward(self, x: Tensor) -> Choice:
         """x: [B, T, W]. For k > 1 the weights add up to 1; for k = 1 the weight is the score, so that the router gets a gradient."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = at_least_fp32(x.dtype)
         with torch.autocast(x.device.type, enabled=False):   # autocast would round both again
             logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1)

@@ -34,10 +34,11 @@ from rankloom.base.documents import Documents, document_cuts
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.base.scoped import temporarily
+from rankloom.base.tensors import at_least_fp32
 from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.sequences import Spans, Tile, cut_sequence, merged, tiles
 from rankloom.parallel.tensor.layers import TokenDropout
-from rankloom.parallel.tiles import can_attend, merge, sums_in, tile_backward, tile_forward
+from rankloom.parallel.tiles import can_attend, merge, tile_backward, tile_forward
 from rankloom.parallel.tokens_apart import Apart, TokensApart, expect_tokens_apart
 from rankloom.world.group import Group, Handle
 
@@ -272,8 +273,7 @@ def _shift(block: Tensor, context: Context, owner: int, label: str, tag: int) ->
     group = context.group
     into = block.new_empty((*block.shape[:3], context.tokens[owner], block.shape[4]))
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    handle: Handle = group.exchange(block, right, into, left, tag=tag, label=label, async_op=True)
-    return handle
+    return group.exchange(block, right, into, left, tag=tag, label=label, async_op=True)   # type: ignore[no-any-return]
 
 
 def _around(block: Tensor, context: Context, label: str) -> Iterator[tuple[int, Tensor]]:
@@ -296,7 +296,7 @@ def _send_home(gradients: Tensor, context: Context, owner: int) -> Tensor:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        out = torch.zeros_like(query, dtype=sums_in(query.dtype))
+        out = torch.zeros_like(query, dtype=at_least_fp32(query.dtype))
         lse = torch.full(query.shape[:3], -torch.inf, dtype=out.dtype, device=query.device)
         for owner, block in _around(torch.stack((key, value)), context, "keys and values"):
             for rows, asking, asked, causal in context.tiles[owner]:

@@ -13,16 +13,12 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import ShapeMismatch
+from rankloom.base.tensors import at_least_fp32
 
 SCORES = 1 << 22        # scores alive at a time in the plain formulas
 GPU_HEAD_WIDTH = 256    # the widest that flash attention takes, in steps of 8
 
 aten = torch.ops.aten
-
-
-def sums_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of attention's sums: fp32, or fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -103,7 +99,7 @@ def _for_each_key_head(x: Tensor, heads: int) -> Tensor:
 
 def _scores(query: Tensor, key: Tensor, first: int, causal: bool) -> Tensor:
     """The scores [B, H, Q, T] of queries `first`, `first` + 1 ...; -infinity where a key is later."""
-    wide = sums_in(query.dtype)
+    wide = at_least_fp32(query.dtype)
     scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * query.shape[-1] ** -0.5
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(first + 1)
@@ -129,7 +125,7 @@ def _plain_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> t
 
 def _plain_backward(grad: Tensor, saved: tuple[Tensor, ...], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value, out, lse = saved
-    wide, scale = sums_in(query.dtype), query.shape[-1] ** -0.5
+    wide, scale = at_least_fp32(query.dtype), query.shape[-1] ** -0.5
     key, value, of_query = key.to(wide), value.to(wide), []
     of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
     for rows in _row_blocks(query, key):

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.layout import Layout
-from rankloom.base.loss import IGNORE, ChunkedCrossEntropy, chunk_rows, loss_dtype
+from rankloom.base.loss import IGNORE, ChunkedCrossEntropy, chunk_rows
+from rankloom.base.tensors import at_least_fp32
 from rankloom.parallel.tensor.compare import expect_alike
 from rankloom.parallel.tensor.holding import padded
 from rankloom.parallel.tensor.layers import change_first_before, entered
@@ -144,7 +145,7 @@ class _Loss:
 
     def of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The summed loss of a chunk, and its gradient towards this rank's logits [n, c]: softmax minus one-hot, 0 where not counted."""
-        wide = logits.to(loss_dtype(logits.dtype))
+        wide = logits.to(at_least_fp32(logits.dtype))
         wide[:, self.shard.count:] = torch.finfo(wide.dtype).min   # the padding; not -inf: -inf - -inf is NaN
         index, here = self.shard.local_index(targets)
         top = wide.amax(1)
