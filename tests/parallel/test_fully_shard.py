@@ -1397,6 +1397,32 @@ def test_hooks_of_slices_see_the_mean_and_those_that_nobody_would_call_are_an_er
 
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_hooks_of_slices_may_step_and_each_rank_has_as_many_as_it_has_pieces(backend):
+    plain = made()
+    plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.1), inputs())
+
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+        called = []
+
+        def step(param):
+            called.append(param)
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(step)
+        plainly(model, torch.optim.SGD(model.parameters(), lr=0.0), inputs().chunk(3)[world.rank])
+        return len(called), model.state_dict()
+
+    calls, states = zip(*rl.simulate(3, body, backend=backend))
+    assert len({*calls}) > 1
+    for state in states:
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 def test_a_sharded_part_of_a_larger_model_is_loaded_with_it(backend):
     def body(world):
         part = rl.fully_shard(made(), world)

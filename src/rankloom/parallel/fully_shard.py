@@ -29,7 +29,7 @@ from rankloom.comm.compress import Summing
 from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import BufferKeeper
 from rankloom.parallel.equal_start import expect_model_and_group, expect_same_values, expect_same_values_in, make_replicas_equal
-from rankloom.parallel.guards import guard_owners
+from rankloom.parallel.guards import call_hooks, guard_owners
 from rankloom.parallel.initial_values import FirstValues, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.known_parameters import KnownParameters, expect_none_beside
 from rankloom.parallel.model_split import ModelSplit
@@ -211,9 +211,7 @@ class FullySharded(nn.Module):
                 keeper.average_changed()
             for keeper in self._keepers:
                 keeper.forget_changes()   # what the other keeper has averaged is no change by a forward
-            for owner in self._owners.values():   # only now is it certain which gradients stay
-                for hook in (owner._post_accumulate_grad_hooks or {}).values() if owner.grad is not None else ():
-                    hook(owner)
+            call_hooks(self._owners.values())   # only now is it certain which gradients stay
 
 
 def _forget_missing(sharded: FullySharded, keys: Any) -> None:

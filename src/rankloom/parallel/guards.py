@@ -2,10 +2,11 @@
 
 An optimizer that was made before sharding would update freed memory, and one that is not elementwise would take slices, or the parts that
 tensor ranks hold, for whole tensors: both are errors too. Every other step waits, where ranks share memory, until all ranks have ended
-their backward. After it, the new slices are published to the model's parameters.
+their backward. After it, the new slices are published to the model's parameters: see `Updates`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,13 +16,50 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rankloom.base.errors import UnitError
 from rankloom.base.hooks import waiting_for
+from rankloom.base.scoped import temporarily
+from rankloom.parallel.agree import agree
 from rankloom.parallel.gradients import GradientReducer
 from rankloom.parallel.sharding import Sharding
 from rankloom.shard.optimizer import is_elementwise
 
-# Attributes of parameters: the plain name, of one that sharding has cut; the sharding to publish to; the name of one of which tensor ranks
-# hold parts.
-CUT, OWNED, PART = "_rankloom_cut", "_rankloom_sharding", "_rankloom_part"
+# Attributes of parameters: the plain name, of one that sharding has cut; of a slice, the `Updates` to tell; the name of one of which tensor
+# ranks hold parts.
+CUT, OWNED, PART = "_rankloom_cut", "_rankloom_updates", "_rankloom_part"
+
+
+class Updates:
+    """The steps of optimizers on the slices of one sharding. Where ranks share memory, a step is a collective, except inside of hooks."""
+
+    def __init__(self, sharding: Sharding):
+        self.sharding = sharding
+        self._by_hooks, self._any = False, False   # whether hooks are running, and whether there was a step
+
+    def begin(self, params: set[int]) -> None:
+        """An optimizer will step on slices, of these ids. Raises UnitError if they are not reduced."""
+        _expect_reduced(self.sharding, params)
+        if not self._by_hooks:
+            self.sharding.wait_for_readers()
+
+    def end(self) -> None:
+        """It has stepped."""
+        self._any = True
+        if not self._by_hooks:
+            self.sharding.publish()
+
+    @contextmanager
+    def by_hooks(self) -> Iterator[None]:
+        """A context to call the hooks of slices in, once all ranks have ended a backward. A collective where ranks share memory.
+
+        A rank calls the hooks of the parameters of which it has a piece. So in hooks that step, ranks step unequally often, and what all of
+        them have changed is published at the end, once.
+        """
+        with temporarily(self, _by_hooks=True, _any=False):
+            yield
+            stepped = self._any
+        if any(unit.common for unit in self.sharding.units):
+            _, (stepped,), _ = agree([], [stepped], None, self.sharding.group)
+        if stepped:
+            self.sharding.publish()
 
 
 def guard_parameters(params: Mapping[str, nn.Parameter]) -> None:
@@ -33,9 +71,21 @@ def guard_parameters(params: Mapping[str, nn.Parameter]) -> None:
 
 def guard_owners(owners: Iterable[nn.Parameter], sharding: Sharding) -> None:
     """From now on a step of an optimizer of these slices is checked before, and published after."""
+    updates = Updates(sharding)
     for owner in owners:
-        setattr(owner, OWNED, sharding)
+        setattr(owner, OWNED, updates)
     watch_optimizers()
+
+
+def call_hooks(owners: Iterable[nn.Parameter]) -> None:
+    """Call the hooks that the user has put on slices, of those that have a gradient; see `Updates.by_hooks`."""
+    calls = [(owner, hook, owner.grad is not None) for owner in owners for hook in (owner._post_accumulate_grad_hooks or {}).values()]
+    if not calls:
+        return
+    with getattr(calls[0][0], OWNED).by_hooks():
+        for owner, hook, has_gradient in calls:
+            if has_gradient:
+                hook(owner)
 
 
 def guard_part(param: nn.Parameter, name: str) -> None:
@@ -66,9 +116,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     followers = _followers(optimizer)
     if not is_elementwise(optimizer):
         _expect_whole_tensors(optimizer)
-    for sharding in followers:
-        _expect_reduced(sharding, {*map(id, params)})
-        sharding.wait_for_readers()
+    for updates in followers:
+        updates.begin({*map(id, params)})
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -94,10 +143,10 @@ def _expect_reduced(sharding: Sharding, params: set[int]) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for sharding in _followers(optimizer):
-        sharding.publish()
+    for updates in _followers(optimizer):
+        updates.end()
 
 
-def _followers(optimizer: torch.optim.Optimizer) -> dict[Sharding, None]:
+def _followers(optimizer: torch.optim.Optimizer) -> dict[Updates, None]:
     found = (getattr(param, OWNED, None) for param in _params(optimizer))
-    return dict.fromkeys(sharding for sharding in found if sharding is not None)   # in one order on all ranks
+    return dict.fromkeys(updates for updates in found if updates is not None)   # in one order on all ranks
