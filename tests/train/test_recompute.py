@@ -114,6 +114,28 @@ def test_bytes_for_a_model_that_checkpoints_its_own_blocks_are_refused_and_full_
     expect_equal(gradients(full), gradients(model))
 
 
+class CallsItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bend = nn.Linear(6, 6), nn.Tanh()
+
+    def forward(self, x, depth=2):
+        x = self.bend(self.linear(x))
+        return x + self(x, depth - 1) if depth else x
+
+
+def test_bytes_for_blocks_that_call_themselves_are_refused_by_that_name_and_full_is_not():
+    model, x = seeded(0)(lambda: nn.Sequential(CallsItself(), CallsItself()))(), torch.ones(2, 6)
+    budgeted, full = copy.deepcopy(model), copy.deepcopy(model)
+    recompute(budgeted, "1 MiB")
+    with pytest.raises(rl.ConfigError, match='0 is called inside of torch.utils.checkpoint, or by itself.*take recompute="full"'):
+        budgeted(x).sum().backward()
+    recompute(full, "full")
+    for each in (model, full):
+        each(x).sum().backward()
+    expect_equal(gradients(full), gradients(model))
+
+
 class Drawing(nn.Module):
     """A block that draws from torch's own generator, is used twice, and averages running statistics."""
 

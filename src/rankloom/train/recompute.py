@@ -354,11 +354,12 @@ def _set(key: Any, step: int, rows: range, here: Any, calls: dict[str, int], *, 
 
 
 def _expect_to_be_measured(block: str) -> None:
-    """Raise ConfigError inside of a `checkpoint` of the model's own: it frees what the block keeps, and wants each forward alike."""
+    """Raise ConfigError inside of a `checkpoint`, the model's own or that of a block which calls itself: it frees what the block keeps, and
+    wants each forward alike."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if (hooks and hooks[0].__module__ == checkpoint.__module__) or torch._C._current_graph_task_id() != -1:
-        raise ConfigError(f"{block} is called inside of torch.utils.checkpoint, so a number of bytes decides nothing there: turn that off "
-                          "(transformers: model.gradient_checkpointing_disable()), or leave recompute out")
+        raise ConfigError(f"{block} is called inside of torch.utils.checkpoint, or by itself, so a number of bytes decides nothing there: "
+                          'turn checkpointing off (transformers: model.gradient_checkpointing_disable()), or take recompute="full"')
 
 
 def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
