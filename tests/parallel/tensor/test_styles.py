@@ -323,6 +323,21 @@ def test_a_norm_that_ranks_use_for_different_heads_gets_the_sum(ranks, finish):
         assert [name for name, holding in held.items() if holding.grad_partial] == ["norm.weight"]
 
 
+@pytest.mark.parametrize("word", ["sequence_parallel_rep", "replicated_with_grad_allreduce"])
+def test_gradients_of_what_is_inside_a_module_that_the_plan_names_are_summed_too(word):
+    if word == "sequence_parallel_rep":
+        make = lambda: shaken(Tower(8, nn.Sequential(nn.LayerNorm(12), nn.LayerNorm(12))))
+        expect_equal(3, make, run_tokens, plan={"embed": "embedding_rowwise", "rest.0": word})
+        return
+
+    def make_heads():
+        model = NormedHeads()
+        model.norm = nn.Sequential(model.norm, nn.PReLU())
+        return shaken(model)
+
+    expect_equal(3, make_heads, run, plan={"up": "colwise", "norm": word, "down": "rowwise"})
+
+
 def test_two_parameters_that_autograd_gives_one_gradient_are_summed_once_each():
     class Scales(nn.Module):
         def __init__(self):

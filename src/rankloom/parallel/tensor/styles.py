@@ -279,9 +279,10 @@ def identity_expert(site: Site) -> None:
 
 
 def partial_gradients(site: Site) -> None:
-    """replicated_with_grad_allreduce: parameters are whole, gradients partial sums."""
-    for name, param in site.module.named_parameters(recurse=False):
-        hold(site.module, name, Holding(tuple(param.shape), grad_partial=True))
+    """replicated_with_grad_allreduce: parameters are whole, gradients partial sums. Modules inside are alike, but those with a word."""
+    for place, module in site.module.named_modules(prefix=site.name):
+        for name, param in module.named_parameters(recurse=False) if place == site.name or place not in site.cutting.words else ():
+            hold(module, name, Holding(tuple(param.shape), grad_partial=True))
 
 
 def between_tokens(site: Site, *, out: Layout = GRAD_PARTIAL) -> None:
