@@ -197,6 +197,18 @@ def test_under_autocast_the_products_are_16_bit(plan):
     torch.testing.assert_close(plain[0].double(), run(make())[1].detach(), rtol=2e-2, atol=0)
 
 
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_under_autocast_layers_with_a_bias_give_16_bits_as_in_one_process(ranks, overlap):
+    def body(world):
+        model = rl.tensor_parallel(shaken(PAIRS["linear"]()).float(), {"first": "colwise", "second": "rowwise"}, world, overlap=overlap)
+        with torch.autocast("cpu", torch.bfloat16):
+            first = model.first(torch.ones(2, 6, 6))
+            return first.dtype, model.second(first).dtype
+
+    assert set(rl.simulate(ranks, body)) == {(torch.bfloat16, torch.bfloat16)}
+
+
 def test_what_cannot_be_cut_in_pieces_is_refused():
     with pytest.raises(ConfigError, match="overlap=0, expected a whole number of pieces, 1 or more"):
         rl.simulate(2, lambda world: rl.tensor_parallel(make(), None, world, overlap=0))

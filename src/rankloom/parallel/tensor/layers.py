@@ -103,7 +103,7 @@ class RowLinear(CutLinear):
             x = redistribute(x, WHOLE, BY_WIDTH, self.group, label=self.label)
         self._expect_part(x)
         y = self.multiply(x)
-        return y if self.bias is None else y + self.bias   # once, after the sum
+        return y if self.bias is None else y + self.bias.to(y.dtype)   # once, after the sum; under autocast in 16 bits, as one process
 
     def _expect_part(self, x: Tensor) -> None:
         whole = self.group.size * self.in_features

@@ -62,7 +62,7 @@ class OverlappedColumnLinear(ColumnLinear):
         entered = self.enter(x)
         way = (self.at, self.enter.notes, self.transposed)
         y: Tensor = _Column.apply(*_cast(entered, self.weight.detach()), way)   # type: ignore[no-untyped-call]
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class _Enter(Function):
