@@ -209,6 +209,17 @@ def test_under_autocast_layers_with_a_bias_give_16_bits_as_in_one_process(ranks,
     assert set(rl.simulate(ranks, body)) == {(torch.bfloat16, torch.bfloat16)}
 
 
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("shape", [(6,), (0, 6), (2, 0, 6)])
+def test_one_token_without_other_dims_and_no_token_at_all_go_through_layers_in_pieces(shape, overlap):
+    """As an expert of a list of experts gets no token."""
+    def once(model):
+        y = model(torch.ones(shape, dtype=torch.float64))
+        return y, y.sum()
+
+    expect_equal(2, lambda: shaken(PAIRS["linear"]()), once, plan={"first": "colwise", "second": "rowwise"}, overlap=overlap)
+
+
 def test_what_cannot_be_cut_in_pieces_is_refused():
     with pytest.raises(ConfigError, match="overlap=0, expected a whole number of pieces, 1 or more"):
         rl.simulate(2, lambda world: rl.tensor_parallel(make(), None, world, overlap=0))

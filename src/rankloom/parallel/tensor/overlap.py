@@ -130,7 +130,8 @@ class _Row(Function):
         ctx.way = way
         group, multiply = way.group, lambda part: product(part, weight, None, way.transposed)
         if way.out != BY_TOKENS:   # each piece is all-reduced while the next is multiplied
-            terms = (multiply(part) for part in x.flatten(0, -2).tensor_split(way.pieces) if part.shape[0])
+            tokens = _rows(x)
+            terms = (multiply(part) for part in tokens.tensor_split(min(way.pieces, max(len(tokens), 1))))
             handles = [group.all_reduce(term.clone() if is_watched() else term, label=f"{way.label}: forward", async_op=True)
                        for term in terms]
             rows = torch.cat([handle.wait() for handle in handles])
@@ -161,8 +162,13 @@ def _input_gradient(slope: Tensor, weight: Tensor, transposed: bool) -> Tensor:
 
 
 def _weight_gradient(slope: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    slope, x = slope.flatten(0, -2), x.flatten(0, -2)
+    slope, x = _rows(slope), _rows(x)
     return x.T @ slope if transposed else slope.T @ x
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., n] -> [rows, n]."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
