@@ -291,6 +291,46 @@ def test_matrices_of_experts_are_cut_each_and_their_router_learns_from_all(ranks
     expect_equal(ranks, lambda: shaken(Mixture(identity=True)), run, plan=EXPERTS | {"experts.identity": "moe_identity_expert"})
 
 
+def test_experts_that_a_plan_calls_all_reduce_are_those_of_moe_tp_experts():
+    expect_equal(2, lambda: shaken(Mixture()), run, plan=EXPERTS | {"experts": "all_reduce"})
+
+
+class Sinking(nn.Module):
+    """Attention with a number for each head that takes from its softmax, as models of `transformers` with sinks have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.sinks, self.scale = 3, nn.Parameter(torch.empty(4)), nn.Parameter(torch.empty(()))
+        self.q, self.k, self.v, self.o = nn.Linear(6, 12), nn.Linear(6, 6, bias=False), nn.Linear(6, 6), nn.Linear(12, 6)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, 3)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
+        scores = q @ k.mT
+        kept = (scores.logsumexp(-1) - self.sinks.view(1, -1, 1)).sigmoid()
+        return self.o(((scores.softmax(-1) @ v) * kept[..., None]).transpose(1, 2).flatten(2)) * self.scale
+
+
+SINKS = dict.fromkeys(("1.q", "1.k", "1.v", "1.sinks"), "colwise") | {"1": "local_params", "1.o": "rowwise"}
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("ranks", RANKS[:1] + [2, 4])
+def test_parameters_of_a_module_with_a_number_for_each_head_are_cut_with_the_heads(ranks, debug, monkeypatch):
+    monkeypatch.setenv("RANKLOOM_DEBUG", debug)
+    expect_equal(ranks, lambda: shaken(nn.Sequential(nn.Identity(), Sinking())), run, plan=SINKS)
+
+
+@pytest.mark.parametrize(("plan", "said"), [
+    (SINKS | {"1.sinks": "rowwise"}, r"1.sinks, of shape \(4,\), is to be 'rowwise'; .* may be colwise, which cuts their first dim"),
+    (SINKS | {"1.scale": "colwise"}, r"1.scale, of shape \(\), is to be 'colwise'"),
+    ({name: word for name, word in SINKS.items() if name != "1"}, "'1.sinks' is a parameter of Sequential; .* or local_params their param"),
+])
+def test_a_number_for_each_head_is_cut_by_its_first_dim_only(plan, said):
+    with pytest.raises(ConfigError, match=said):
+        rl.simulate(2, lambda world: rl.tensor_parallel(shaken(nn.Sequential(nn.Identity(), Sinking())), plan, world))
+
+
 @pytest.mark.parametrize(("plan", "said"), [
     ({"experts": "moe_tp_experts", "experts.gate_up": "packed_colwise"}, "says nothing of their down that could be done"),
     (EXPERTS | {"experts.down": "rowwise_rep"}, "expected one of colwise, rowwise, packed_colwise, packed_rowwise"),
@@ -436,7 +476,7 @@ def make_pair() -> nn.Module:
     ({"*": "colwise"}, "0: colwise is for nn.Linear and Conv1D, but this is a Pair"),
     ({"1.second": "rowwise"}, "1.second: rowwise is for nn.Linear and Conv1D, but this is a Conv1d"),
     ({"*.first": "columnwise"}, "'*.first' is to be 'columnwise', which is no style. Did you mean 'colwise'?"),
-    ({"*.first": None}, "'*.first' is to be None, which is no style. Known: colwise"),
+    ({"*.first": None}, "'*.first' is to be None, which is no style. Known: all_reduce, colwise"),
     ({"*.first": "colwise", "0.first": "rowwise"}, "0.first is to be both 'colwise' and 'rowwise'"),
     ({"0.first.weight": "colwise"}, "'0.first.weight' is a parameter of Sequential; a plan names modules, here '0.first'"),
     ({"0.first": "embedding_rowwise"}, "0.first is a Linear; only an nn.Embedding can be cut"),

@@ -29,7 +29,7 @@ from rankloom.parallel.tensor.between import watch_dropout
 from rankloom.parallel.tensor.cutting import Cutting, Site
 from rankloom.parallel.tensor.holding import Holding, held_parameters, sum_partial_gradients
 from rankloom.parallel.tensor.same_function import keep_whole, look_before_first_call
-from rankloom.parallel.tensor.styles import COLUMNS, ROWS, STYLES, is_transposed, out_features
+from rankloom.parallel.tensor.styles import COLUMNS, OWNERS, ROWS, STYLES, is_transposed, out_features
 from rankloom.parallel.tensor.tags import watch
 from rankloom.parallel.wrapping import repeated_blocks
 from rankloom.world.group import Group
@@ -84,7 +84,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     cutting.expect_ties()
     cutting.tell_attention()
     note_axis(model, "tensor", group)
-    modules = dict(model.named_modules(remove_duplicate=False))   # of experts the plan names parameters
+    modules = dict(model.named_modules(remove_duplicate=False))   # of some the plan names parameters
     columns, rows = ([name for name, word in words.items() if word in kind and name in modules] for kind in (COLUMNS, ROWS))
     watch_dropout(model, columns, rows, {name: queries.here for name, (queries, *_) in cutting.heads.items()}, group)
     look_before_first_call(model, whole, group, cutting.stream)
@@ -125,7 +125,7 @@ def _expect_same_plan(plan: dict[str, str], group: Group) -> None:
 
 
 def _words(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Module name -> word, for all modules that the plan names, and for the parameters of moe_tp_experts that it names.
+    """Module name -> word, for all modules that the plan names, and for the parameters that it names, of modules such as moe_tp_experts.
 
     raises: ConfigError for patterns that match nothing, unknown words, or two words for one module
     """
@@ -154,19 +154,19 @@ def _with_whole_names(model: nn.Module, plan: Mapping[str, str]) -> Mapping[str,
 
 
 def _found(model: nn.Module, pattern: str, plan: Mapping[str, str]) -> list[str]:
-    """The names of the modules that a pattern matches, and of parameters of experts."""
+    """The names of the modules that a pattern matches, and of parameters of such as experts."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     return [name for name in names if _matches(pattern, name)] + [
-        name for name, _ in model.named_parameters() if _matches(pattern, name) and _is_of_experts(name, plan)]
+        name for name, _ in model.named_parameters() if _matches(pattern, name) and _is_of_an_owner(name, plan)]
 
 
 def _matches(pattern: str, name: str) -> bool:
     return bool(re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name))
 
 
-def _is_of_experts(parameter: str, plan: Mapping[str, str]) -> bool:
+def _is_of_an_owner(parameter: str, plan: Mapping[str, str]) -> bool:
     owner = parameter.rpartition(".")[0]
-    return any(word == "moe_tp_experts" and _matches(pattern, owner) for pattern, word in plan.items())
+    return any(word in OWNERS and _matches(pattern, owner) for pattern, word in plan.items())
 
 
 def _no_match(model: nn.Module, pattern: str) -> str:
@@ -174,7 +174,7 @@ def _no_match(model: nn.Module, pattern: str) -> str:
     parameter = next((name for name, _ in model.named_parameters() if _matches(pattern, name)), None)
     if parameter:
         return (f"plan: {pattern!r} is a parameter of {kind}; a plan names modules, here {pattern.rpartition('.')[0]!r}, and only of those "
-                "that are moe_tp_experts their parameters too")
+                f"that are {' or '.join(OWNERS)} their parameters too")
     if not names:
         return f"plan: {kind} has no modules inside that a plan could name; put it into one, such as nn.Sequential(layer)"
     hint = did_you_mean(pattern, {re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", name) for name in names})

@@ -12,8 +12,10 @@
     mla_kv_a_proj                   whole, as what it makes: latents of keys and values (the layer behind them is colwise), then the rotated
                                     key that all heads read, whose gradient backward sums (DeepSeek-V2)
     vocabulary_output               logits, or the loss without gathering them               (our own; models/gpt.py)
-    moe_tp_experts                  a module whose parameters [experts, out, in] the plan names too: colwise cuts the last dim but one,
+    moe_tp_experts, all_reduce      a module whose parameters [experts, out, in] the plan names too: colwise cuts the last dim but one,
                                     rowwise the last; its input is whole, its output all-reduced
+    local_params                    a module with parameters for each head or feature (attention sinks) that the plan names too: colwise
+                                    cuts their first dim
     moe_identity_expert             inside such a module, returns what it gets: 1/p of it on each of p ranks, for the sum
     sequence_parallel               a norm of this rank's tokens; its output is gathered for the split layers after it
     sequence_parallel_rep           the same, before layers that are not split               (our own)
@@ -227,10 +229,10 @@ def vocabulary_output(site: Site) -> None:
 
 
 def experts(site: Site) -> None:
-    """moe_tp_experts. The module is kept, with a part of each of its matrices."""
+    """moe_tp_experts, all_reduce. The module is kept, with a part of each of its matrices."""
     module, group, label = site.module, site.group, site.name
     if site.cutting.sequence:
-        raise ConfigError(f"{label}: moe_tp_experts wants whole tokens, but the norms of this plan are sequence_parallel")
+        raise ConfigError(f"{label}: {site.cutting.words[label]} wants whole tokens, but the norms of this plan are sequence_parallel")
     inner = set()
     for name, param in list(module.named_parameters(recurse=False)):
         word = site.cutting.words.get(f"{label}.{name}", "")
@@ -238,15 +240,32 @@ def experts(site: Site) -> None:
             raise ConfigError(f"{label}: the plan cuts this module's experts, and says nothing of their {name} that could be done to it; "
                               f"expected one of {', '.join(MATRICES)}, for a matrix")
         dim, parts = MATRICES[word]
-        spans = cut_evenly(param.shape[dim], group.size, f"{label}.{name}", parts=parts)
-        holding = Holding(tuple(param.shape), _length(spans), param.dim() + dim, spans)
         inner.add(param.shape[dim] // parts)
-        setattr(module, name, site.cutting.cut(module, name, holding))
-        hold(module, name, holding)
+        _cut_parameter(site, name, param.dim() + dim, parts)
     for name, value in list(vars(module).items()):   # its own copies of the width between its matrices
         if type(value) is int and value in inner and re.search("intermediate|expert_dim|ffn|inner", name):
             setattr(module, name, value // group.size)
     sum_over_experts(module, group, label)
+
+
+def own_parameters(site: Site) -> None:
+    """local_params. The module is kept, with a part of each of its own parameters that the plan names."""
+    for name, param in list(site.module.named_parameters(recurse=False)):
+        word = site.cutting.words.get(f"{site.name}.{name}")
+        if word not in (None, "colwise") or (word and not param.dim()):
+            raise ConfigError(f"{site.name}.{name}, of shape {tuple(param.shape)}, is to be {word!r}; of a module that is local_params "
+                              "parameters may be colwise, which cuts their first dim")
+        if word:
+            _cut_parameter(site, name, 0)
+
+
+def _cut_parameter(site: Site, name: str, dim: int, parts: int = 1) -> None:
+    """Put this rank's part of a parameter of the module itself in its place."""
+    module, param = site.module, site.module.get_parameter(name)
+    spans = cut_evenly(param.shape[dim], site.group.size, f"{site.name}.{name}", parts=parts)
+    holding = Holding(tuple(param.shape), _length(spans), dim, spans)
+    setattr(module, name, site.cutting.cut(module, name, holding))
+    hold(module, name, holding)
 
 
 def latents(site: Site) -> None:
@@ -325,6 +344,8 @@ STYLES: dict[str, Callable[[Site], None]] = {
     "mla_kv_a_proj": latents,
     "vocabulary_output": vocabulary_output,
     "moe_tp_experts": experts,
+    "all_reduce": experts,
+    "local_params": own_parameters,
     "moe_identity_expert": identity_expert,
     "sequence_parallel": between_tokens,
     "sequence_parallel_rep": partial(between_tokens, out=WHOLE),
@@ -333,5 +354,6 @@ STYLES: dict[str, Callable[[Site], None]] = {
     "replicated_with_grad_allreduce": partial_gradients,
     "replicate": lambda site: None,
 }
+OWNERS = ("moe_tp_experts", "all_reduce", "local_params")   # of modules whose own parameters a plan names, too
 COLUMNS = ("colwise", "packed_colwise", "packed_qkv_colwise")
 ROWS = ("rowwise", "packed_rowwise")   # those whose input is cut
