@@ -418,6 +418,31 @@ def test_an_embedding_may_be_called_by_name(word):
     expect_equal(3, lambda: shaken(ByName(7)), run_tokens, plan={"embed": word})
 
 
+def test_what_is_cut_by_tokens_may_be_passed_by_name_behind_another_tensor():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12)
+
+        def forward(self, x, mask):
+            return x + self.down(torch.tanh(self.up(self.norm(x))) * mask)
+
+    class ByName(Tower):
+        def __init__(self):
+            super().__init__(7)
+            self.blocks, self.norm = nn.ModuleList([Masked(), Masked()]), nn.LayerNorm(12)
+
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(mask=torch.linspace(0, 1, 12, dtype=torch.float64)[:, None], x=x)
+            return self.norm(x)
+
+    plan = {"blocks.0": "sequence_split", "blocks.*.norm": "sequence_parallel", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
+            "norm": "sequence_parallel_rep"}
+    expect_equal(2, lambda: shaken(ByName()), run_tokens, plan=plan)
+
+
 CUT = "embed is a Embedding; only an nn.Embedding can be cut, without max_norm, sparse or scale_grad"
 
 

@@ -9,6 +9,7 @@ reduce-scatter ends the pair, and the norm before it all-gathers the tokens. The
 and residuals of its own tokens only: Korthikanti et al. 2022.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -146,15 +147,22 @@ def split_tokens_before(module: nn.Module, group: Group, label: str) -> None:
 
 
 def change_first_before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to the first argument of every call of `module`, or to its first tensor passed by name."""
-    module.register_forward_pre_hook(lambda _module, args, kwargs: with_first(args, kwargs, change), with_kwargs=True)
+    """Apply `change` to the first argument of every call of `module`, by position or by name."""
+    name = first_parameter(module)
+    module.register_forward_pre_hook(lambda _module, args, kwargs: with_first(args, kwargs, change, name), with_kwargs=True)
 
 
-def with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Call:
-    """The arguments of a call, the first of them, or the first tensor passed by name, changed."""
+def first_parameter(module: nn.Module) -> str:
+    """The name of the first parameter of the module's forward; "" if it has none."""
+    return next(iter(inspect.signature(module.forward).parameters), "")
+
+
+def with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], name: str = "") -> Call:
+    """The arguments of a call, the first of them changed. name: the one meant where all are passed by name; the first tensor otherwise"""
     if args:
         return (change(args[0]), *args[1:]), kwargs
-    name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+    if not isinstance(kwargs.get(name), Tensor):
+        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
     return args, kwargs | {name: change(kwargs[name])}
 
 

@@ -27,7 +27,7 @@ from rankloom.base.names import is_inside
 from rankloom.base.rng import usual_values
 from rankloom.parallel.tensor.compare import bits, fingerprint
 from rankloom.parallel.tensor.holding import holdings
-from rankloom.parallel.tensor.layers import with_first
+from rankloom.parallel.tensor.layers import first_parameter, with_first
 from rankloom.parallel.tensor.moves import WHOLE, redistribute
 from rankloom.parallel.tensor.tags import unwatched
 from rankloom.parallel.wrapping import repeated_blocks, tensors_in
@@ -140,7 +140,8 @@ class _Look:
         arguments, or the whole copy sent something, as a block does that moves its activations itself: it knows nothing of being whole."""
         values = _values(self.whole, next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), next(block.parameters())))
         held = holdings(self.cut)
-        given = with_first(args, kwargs, lambda x: redistribute(x, self.between, WHOLE, self.group, label="same function"))
+        whole_again = partial(redistribute, src=self.between, dst=WHOLE, group=self.group, label="same function")
+        given = with_first(args, kwargs, whole_again, first_parameter(block))
         sent, device = self.group.ledger.messages, self.group.device
         call = lambda values: _called(self.whole, values | _buffers(block), *given)
         with _Rounding() as seen:
