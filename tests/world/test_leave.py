@@ -29,6 +29,34 @@ def test_a_signal_in_an_import_that_swallows_exceptions_ends_the_process_with_it
         assert (done.returncode, done.stdout, done.stderr) == (code, "told", "")
 
 
+WRITING = """
+import signal, sys, threading
+from pathlib import Path
+from rankloom.base.files import replacing
+from rankloom.world.leave import leaving_on_signals
+
+written = threading.Event()
+
+def write():
+    with replacing(Path("{path}")) as temporary:
+        temporary.write_text("half of it")
+        written.set()
+        threading.Event().wait()
+
+with leaving_on_signals(as_killed={as_killed}):
+    threading.Thread(target=write, daemon=True).start()
+    written.wait()
+    signal.raise_signal(signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("as_killed, code", [(False, 130), (True, -2)])
+def test_a_file_that_a_thread_is_writing_when_a_signal_ends_the_process_leaves_nothing_behind(tmp_path, as_killed, code):
+    script = WRITING.format(path=tmp_path / "tokens.bin", as_killed=as_killed)
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == code
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_handlers_from_before_come_back_and_ignored_signals_stay_ignored(monkeypatch):
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:

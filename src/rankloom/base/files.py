@@ -5,11 +5,13 @@ import os
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rankloom.base.errors import ConfigError, StorageError
+
+_unfinished = set[Path]()   # temporary files of this process
 
 
 @contextmanager
@@ -19,6 +21,7 @@ def replacing(path: Path, *, keep_old: bool = False) -> Iterator[Path]:
     keep_old: a file that is at `path` by then stays: of several writers the first wins
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    _unfinished.add(temporary)
     try:
         yield temporary
         if keep_old and _link(temporary, path):
@@ -28,6 +31,15 @@ def replacing(path: Path, *, keep_old: bool = False) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    finally:
+        _unfinished.discard(temporary)
+
+
+def delete_unfinished() -> None:
+    """For a process that ends at once: delete the temporary files of every `replacing`, whose blocks will not end."""
+    for temporary in list(_unfinished):
+        with suppress(OSError):
+            temporary.unlink()
 
 
 @contextmanager

@@ -9,12 +9,15 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+from rankloom.base.files import delete_unfinished
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """Exit with `code`, after flushing the output."""
+    """Exit with `code`, after flushing the output. Files that another thread is writing are deleted."""
     flush_output()
+    delete_unfinished()
     os._exit(code)
 
 
@@ -55,6 +58,7 @@ def leaving_on_signals(*, as_killed: bool = False) -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         if as_killed:
             flush_output()
+            delete_unfinished()
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         leave_at_once(128 + number)
