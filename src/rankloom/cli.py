@@ -22,7 +22,7 @@ from cyclopts import App, Parameter
 from rankloom import __version__
 from rankloom.base.errors import ConfigError, RankFailed, RankloomError
 from rankloom.base.events import ignore
-from rankloom.base.files import make_folder
+from rankloom.base.files import expanded, make_folder
 from rankloom.base.text import not_drawn, printable, show_any_text, whole_number
 from rankloom.watch.progress import Progress, Screen, is_closed
 from rankloom.world.launch import cores, debug_mode, find_place, forget_plot_backend, record_failure
@@ -216,7 +216,6 @@ def scale(
     out
         The folder for the results; by default runs/scale-<time>.
     """
-    from rankloom.data.text import expanded
     from rankloom.train.run.config import load_config
     from rankloom.train.run.scaling_runs import parse_ranks, plan_study
     from rankloom.watch.scaling import WARM_UP_STEPS, measure, scaling_rows, title_of

@@ -69,6 +69,12 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(made, tmp_path):
     assert [back.encode(text) for text in TRICKY] == [made.encode(text) for text in TRICKY]
 
 
+def test_a_tilde_before_a_tokenizer_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    assert isinstance(load_tokenizer("~/tokenizer.json"), ByteTokenizer)
+
+
 def test_bpe_shortens_what_it_was_trained_on():
     assert BPE.vocab_size <= 400
     assert len(BPE.encode(SAMPLE[0])) < len(SAMPLE[0]) / 3

@@ -49,6 +49,12 @@ def test_a_file_takes_the_place_of_the_launcher(tmp_path):
     assert found_by_all(places(0, 0, 0, 0), [file] * 4) == [expected] * 4
 
 
+def test_a_tilde_before_a_file_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "links.toml").write_text("nodes = [[0], [1]]")
+    assert read_cluster("~/links.toml", 2, Topology.even(1, 2)).nodes == ((0,), (1,))
+
+
 def test_a_mistake_in_the_file_is_raised_by_all_ranks(tmp_path):
     file = tmp_path / "cluster.toml"
     file.write_text("nods = 2")

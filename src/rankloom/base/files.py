@@ -9,9 +9,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rankloom.base.errors import ConfigError, StorageError
+from rankloom.base.errors import ConfigError, DataError, StorageError
 
 _unfinished = set[Path]()   # temporary files of this process
+
+
+def expanded(path: str | Path) -> Path:
+    """The path, with `~` at its beginning as a home folder. raises: DataError where that is not known"""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:   # no such user, no $HOME
+        raise DataError(f"{path}: there is no such home folder") from error
 
 
 @contextmanager

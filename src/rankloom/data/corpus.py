@@ -15,11 +15,11 @@ from typing import IO
 import numpy as np
 
 from rankloom.base.errors import ConfigError, DataError
-from rankloom.base.files import replacing
+from rankloom.base.files import expanded, replacing
 from rankloom.base.rng import key_to_seed
 from rankloom.data.arrays import TOKEN_DTYPES, Progress, Tokens, open_tokens, read_json, token_dtype
 from rankloom.data.order import permute
-from rankloom.data.text import ARRAY_SUFFIXES, Document, Survey, disk, documents, expanded, survey
+from rankloom.data.text import ARRAY_SUFFIXES, Document, Survey, disk, documents, survey
 from rankloom.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 SAMPLE = 1 << 18                 # tokens at each end of an array, by which it is known again

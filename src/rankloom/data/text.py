@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankloom.base.errors import DataError, did_you_mean
+from rankloom.base.files import expanded
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".jsonl")
 ARRAY_SUFFIXES = (".npy", ".bin")
@@ -58,14 +59,6 @@ def documents(source: str | Path) -> Iterator[Document]:
     here = "" if path.is_absolute() else f" in {Path.cwd()}"
     raise DataError(f"no text at {str(source)!r}{here}: neither a file nor a folder, nor a built-in source. "
                     f"{did_you_mean(str(source), BUILT_IN)}")
-
-
-def expanded(path: str | Path) -> Path:
-    """The path, with `~` at its beginning as a home folder. raises: DataError where that is not known"""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:   # no such user, no $HOME
-        raise DataError(f"{path}: there is no such home folder") from error
 
 
 def expect_source(source: str | Path) -> None:

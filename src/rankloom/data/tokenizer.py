@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankloom.base.errors import ConfigError, DataError
+from rankloom.base.files import expanded
 from rankloom.data.text import disk
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer saved by rankloom, or another library's tokenizer.json."""
-    path = Path(path)
+    path = expanded(path)
     with disk(path, "read the tokenizer"):
         data = path.read_bytes()
     try:

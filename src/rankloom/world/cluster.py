@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.files import expanded
 from rankloom.base.text import with_its_line
 from rankloom.base.topology import Links, Topology, parse_topology
 from rankloom.world.launch import Place
@@ -56,7 +57,7 @@ def read_cluster(path: str | Path, size: int, otherwise: Topology) -> Topology:
     raises: ConfigError that names file and key
     """
     try:
-        return parse_topology(_read_table(Path(path)), size, otherwise)
+        return parse_topology(_read_table(expanded(path)), size, otherwise)
     except ValueError as error:   # ConfigError is a ValueError; so is the error about an integer of too many digits to print
         raise ConfigError(f"{path}: {error}") from None
 

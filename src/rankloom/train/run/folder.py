@@ -38,8 +38,7 @@ import torch
 
 from rankloom.base.errors import ConfigError, StorageError
 from rankloom.base.events import Evaluated, Event, StepDone
-from rankloom.base.files import saving
-from rankloom.data.text import expanded
+from rankloom.base.files import expanded, saving
 from rankloom.train.run.schema import Config
 from rankloom.world.world import World
 

@@ -17,9 +17,8 @@ from typing import Any
 from rankloom.base.compression import EXACT
 from rankloom.base.errors import ConfigError, DataError, ModelMismatch, StorageError
 from rankloom.base.events import Saved
-from rankloom.base.files import json_object
+from rankloom.base.files import expanded, json_object
 from rankloom.checkpoint.files import MANIFEST, read_manifest
-from rankloom.data.text import expanded
 from rankloom.train.checkpoint import save_checkpoint
 from rankloom.train.engine import Engine
 from rankloom.train.run.facts import changes_of_run, facts_of_run, misfit_of_run

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rankloom.base.errors import DataError, ModelMismatch, StorageError
-from rankloom.base.files import replacing
-from rankloom.data.text import expanded
+from rankloom.base.files import expanded, replacing
 from rankloom.data.tokenizer import Tokenizer, load_tokenizer
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
