@@ -1,6 +1,9 @@
 """Sources of text: what is read, in which order, and what is said about files that cannot be used."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import sys
 
@@ -67,6 +70,15 @@ def test_a_bad_json_line_is_named_by_its_own_column(tmp_path, end):
     path.write_bytes(f'{{"text": "a"{end}'.encode())
     with pytest.raises(DataError, match=r"x\.jsonl:1: not JSON: .* at column 13$"):
         read(path)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_file_is_called_so_and_not_text_in_another_encoding(tmp_path, compress):
+    for name in ("text.txt.gz", "lines.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(compress(b"some text"))
+        with pytest.raises(DataError, match=f"{name}.*: is compressed; unpack it first"):
+            list(documents(path))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])

@@ -19,6 +19,7 @@ from rankloom.base.files import expanded
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".jsonl")
 ARRAY_SUFFIXES = (".npy", ".bin")
+COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd")   # gzip, zip, xz, bzip2 and zstd begin so
 
 # Left out: installed packages, tests, tables of data, and files that differ by machine.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "testmock", "pydoc_data", "__pycache__"}
@@ -205,6 +206,8 @@ def _decode(data: bytes, place: str, start: int) -> str:
     try:
         return data.removeprefix(b"\xef\xbb\xbf").decode() if start == 0 else data.decode()
     except UnicodeDecodeError as error:
+        if start == 0 and data.startswith(COMPRESSED):
+            raise DataError(f"{place}: is compressed; unpack it first, with gunzip, unzip, unxz, bunzip2 or unzstd") from error
         shift = start + (3 if start == 0 and data.startswith(b"\xef\xbb\xbf") else 0)
         raise DataError(f"{place}: not UTF-8: byte 0x{error.object[error.start]:02x} at offset {shift + error.start}. "
                         "Convert it first, for example: iconv -f latin1 -t utf-8") from error
