@@ -60,6 +60,11 @@ def test_a_text_key_takes_its_override_verbatim(file):
     assert (config.run.name, config.data.source) == ("7", "true")
 
 
+@pytest.mark.parametrize("text, lr", [(".001", 0.001), ("1.", 1.0), ("+.5e-2", 0.005)])
+def test_a_number_on_the_command_line_needs_no_digits_on_both_sides_of_its_point(file, text, lr):
+    assert load_config(file(), ["--optimizer.lr", text]).optimizer.lr == lr
+
+
 def test_none_takes_a_key_back_to_being_left_out(file):
     flags = ["--train.global_batch_size", "none", "--train.local_batch_size", "2"]
     assert load_config(file(), flags).train.global_batch_size is None

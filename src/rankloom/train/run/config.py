@@ -244,7 +244,15 @@ def _value(flag: Override) -> object:
     try:
         return tomllib.loads(f"value = {flag.text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
-        return flag.text
+        return _number(flag.text)
+
+
+def _number(text: str) -> float | str:
+    """A number without digits on one side of its point, which TOML has not, such as .001; any other text as it is."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _keys_of(section: str) -> dict[str, Any]:
