@@ -370,6 +370,7 @@ def test_nor_does_one_that_was_being_started_then(monkeypatch):
 
 DEAF = """
 import os, signal, sys, time
+from rankloom.world.leave import ONE_REQUEST
 heard = []
 signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))   # and that is all
 open('ready-' + os.environ['RANK'], 'w').close()
@@ -377,11 +378,23 @@ if os.environ['RANK'] == '0':
     while not os.path.exists('ready-1'):
         time.sleep(0.01)
     for signals in range(int(sys.argv[1])):
+        time.sleep(signals * (ONE_REQUEST + 0.01))
         os.kill(os.getppid(), signal.SIGTERM)
         while not heard:   # two signals that wait for a launcher that stands still would become one
             time.sleep(0.01)
 time.sleep(60)
 """
+
+
+def test_signals_of_one_second_are_one_request(monkeypatch):
+    """A scheduler may signal the processes of a job one by one, and the group that they are in."""
+    now, stop = [100.0], StopRequests()
+    monkeypatch.setattr(agent.time, "monotonic", lambda: now[0])
+    counts = []
+    for now[0] in (100.0, 100.1, 101.0, 101.1, 101.2):
+        stop.note(signal.SIGTERM, None)
+        counts.append(stop.count)
+    assert counts == [1, 1, 1, 2, 2] and stop.number == signal.SIGTERM
 
 
 def test_ranks_that_do_not_listen_are_killed_at_the_second_signal():

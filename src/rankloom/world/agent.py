@@ -6,7 +6,7 @@ torch's elastic agent starts the processes and gives each its rank and a store t
 - Sockets listen on loopback only, on a port that the system chose.
 - When a rank fails, the others have some seconds to notice and to end by themselves, which tells cause from consequence;
   then they get SIGTERM, and SIGKILL after a grace period. torch's agent sends SIGTERM at once, and SIGKILL after 30 seconds.
-- SIGINT and SIGTERM are forwarded to the ranks once, so that they can end cleanly; a second signal kills them.
+- SIGINT and SIGTERM are forwarded to the ranks once, so that they can end cleanly; a second signal, a second later or more, kills them.
 - When all ranks have ended, verdict.py picks the cause; the agent's own log messages go to launcher.log.
 
 The agent runs in a thread, so that only this file handles signals. Read verdict.py for the causes.
@@ -38,7 +38,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.world.connect import LOOPBACK
 from rankloom.world.failure import read_failure
 from rankloom.world.launch import rank_environment
-from rankloom.world.leave import handling_stop_signals
+from rankloom.world.leave import ONE_REQUEST, handling_stop_signals
 from rankloom.world.open_files import make_room
 from rankloom.world.rank_logs import RankLogs, chatter_in
 from rankloom.world.verdict import CLEAN_CODES, Ending, explain
@@ -116,14 +116,16 @@ def conclude(endings: list[Ending], stop_signal: int = 0) -> int:
 
 
 class StopRequests:
-    """The signals so far that ask this process to stop (world/leave.py); `number` is the first of them."""
+    """How often this process was asked to stop (world/leave.py); `number` is the first signal that did."""
 
     def __init__(self) -> None:
         self.number, self.count = 0, 0
+        self._until = 0.0   # signals up to then belong to the last request
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """One more."""
-        self.count += 1
+        """One more signal."""
+        if (now := time.monotonic()) > self._until:
+            self.count, self._until = self.count + 1, now + ONE_REQUEST
         self.number = self.number or number
 
 
@@ -141,7 +143,7 @@ class RankWatch:
         self.end_after = float("inf")              # when to ask them to end, once a failure was seen
         self.asked_ranks: set[int] = set()         # those that still ran when they were asked to end
         self.ended_for_failure_at = float("inf")   # when they were asked, if a failure was the reason
-        self.kill_when = (float("inf"), 0)         # after this time, or on more stop signals than this
+        self.kill_when = (float("inf"), 0)         # after this time, or on more requests to stop than this
         self.hung: dict[int, str] = {}
         self.last_active = time.monotonic()        # when a rank ran that was not stopped, or no rank had ended; see `_waits_in_vain`
 

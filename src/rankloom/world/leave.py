@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from rankloom.base.files import delete_unfinished
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONE_REQUEST = 1.0   # seconds: a scheduler may signal every process of a job, and a launcher passes on what it got; that is one request
 
 
 def leave_at_once(code: int) -> NoReturn:

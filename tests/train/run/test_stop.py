@@ -12,6 +12,7 @@ import torch
 
 from patience import AT_ONCE, wait_until
 from rankloom.train.run.stop import Agreement, StopSignal
+from rankloom.world.leave import ONE_REQUEST
 from rankloom.world.simulate import simulate
 
 
@@ -22,11 +23,19 @@ def test_a_signal_raises_a_flag_and_nothing_else(number):
         assert stop.number == number
 
 
-def test_the_same_signal_twice_ends_the_process_at_once_with_its_exit_code():
+def test_the_same_signal_again_a_second_later_ends_the_process_at_once_with_its_exit_code():
     with pytest.raises(SystemExit) as caught, StopSignal():
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ONE_REQUEST + 0.01)
         os.kill(os.getpid(), signal.SIGTERM)
     assert caught.value.code == 143
+
+
+def test_a_signal_that_comes_from_a_scheduler_and_from_the_launcher_is_one_request():
+    with StopSignal() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.number == signal.SIGTERM
 
 
 def test_the_first_signal_is_acknowledged_at_once_and_once_and_not_in_the_code_that_it_interrupts():

@@ -3,11 +3,12 @@
 Ctrl-C (SIGINT), SIGTERM and a closed terminal (SIGHUP) only set a flag (world/leave.py says where they do not). After each step an
 all-reduce of two numbers combines the flags of all ranks, while the next step computes. So a stop takes effect at most two steps after the
 signal, and no rank waits for it. After the last step a signal interrupts work that no other rank waits for. A second signal of the same
-kind ends this rank at once. A step may take minutes, so the first signal is acknowledged by a thread, at once.
+kind, a second later or more, ends this rank at once. A step may take minutes, so the first signal is acknowledged by a thread, at once.
 """
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from types import FrameType, TracebackType
@@ -15,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from rankloom.world.leave import handling_stop_signals
+from rankloom.world.leave import ONE_REQUEST, handling_stop_signals
 from rankloom.world.world import World
 
 SECONDS_TO_SPEAK = 1.0   # at the end, for an acknowledgement that waits for the terminal
@@ -36,6 +37,7 @@ class StopSignal:
 
     def __init__(self, acknowledge: Callable[[int], None] | None = None) -> None:
         self.number = 0
+        self._until = 0.0   # signals up to then belong to the first request
         self._acknowledge = acknowledge
         self._told: SimpleQueue[int] = SimpleQueue()   # safe in a signal handler, as an Event is not
         self._speaker: threading.Thread | None = None
@@ -72,10 +74,11 @@ class StopSignal:
             acknowledge(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == self.number and number != signal.SIGHUP:   # a closed terminal may send it several times
+        now = time.monotonic()
+        if number == self.number and number != signal.SIGHUP and now > self._until:   # a closed terminal may send it several times
             raise SystemExit(128 + number)
         if not self.number:
-            self.number = number
+            self.number, self._until = number, now + ONE_REQUEST
             self._told.put(number)
         if self._interruptible:
             self._interruptible = False
