@@ -111,6 +111,19 @@ def test_only_rank_0_speaks(table):
     assert not any(isinstance(event, Notice | Saved) for event in results[1][1])
 
 
+def test_a_run_says_its_folder_before_it_reads_the_text(table, monkeypatch):
+    said = []
+
+    def stopped(*source, **options):
+        raise DataError("stopped while it was tokenised")
+
+    monkeypatch.setattr("rankloom.train.run.job.prepare_corpus", stopped)
+    with pytest.raises(DataError, match="while it was tokenised"):
+        loop.train(table(run={"name": "mine"}), init(device="cpu"), said.append)
+    (notice,) = said
+    assert notice.text.startswith("run folder: ") and Path(notice.text.removeprefix("run folder: ")).name == "mine"
+
+
 def test_the_run_folder_holds_what_it_should(table):
     config = table(run={"name": "mine"})
     summary, said = run(config, 2)[0]

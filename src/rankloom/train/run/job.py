@@ -142,7 +142,6 @@ def _experts(moe: MoEConfig, layers: int, ranks: int) -> str:
 def introduce(job: Job) -> None:
     """Show which model is trained, on which data, in which batches."""
     batch, seq_len = job.config.batch(), job.config.train.seq_len
-    job.say(f"run folder: {job.run}")
     job.say(f"model {job.config.model.preset}: {parameter_count(job.shape):,} parameters, with a vocabulary of {job.shape.vocab_size:,}; "
             f"data {job.corpus.source}: {len(job.corpus.train):,} tokens, and {len(job.corpus.validation):,} for validation")
     rows = f"rows of {seq_len} tokens: {batch.global_ * seq_len:,} tokens per step"

@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 
 from rankloom.base.errors import ConfigError, StorageError
-from rankloom.base.events import Evaluated, Event, Sink
+from rankloom.base.events import Evaluated, Event, Notice, Sink
 from rankloom.data.loader import Batch, Loader, evaluation_batches
 from rankloom.models.config import GPTConfig, parameter_count
 from rankloom.models.gpt import GPT, initial_values
@@ -51,6 +51,8 @@ def train(config: Config, world: World, sink: Sink) -> Summary:
             sink(event)
 
         world.agree(journal.problem, error=StorageError, label="open the journals")
+        if world.rank == 0:   # before the text is tokenised, which may take long, and be stopped
+            both(Notice(0, f"run folder: {run}"))
         corpus = open_corpus(config, world, both)
         job = Job(config, world, run, both, corpus, config.gpt(corpus.vocab_size))
         introduce(job)
