@@ -175,6 +175,18 @@ def test_slow_ranks_change_nothing(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n", [1, 44, 300, 2000])
+def test_ones_that_cancel_come_to_nothing_in_blocks_that_are_not_full_too(name, n):
+    """With 1 bit, padding came out as the step of each rank, counted in the step of the sum, and its error was remembered."""
+    def body(world):
+        reduce = compressed_all_reduce(name, [(0, (n,))])
+        return [reduce(torch.full((n,), 1.0 - 2.0 * world.rank), world).abs().max().item() for _ in range(3)]
+
+    expected = [0.0] * 3
+    assert rl.simulate(2, body) == [expected, expected]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("p", [2, 3, 5])
 def test_what_was_delivered_and_what_is_still_owed_are_the_sum_of_all(name, p):
     steps = 20

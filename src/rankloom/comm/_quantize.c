@@ -181,16 +181,19 @@ INLINED void add1(const uint8_t *record, float *v)
                 memcpy(error + at, left, count * sizeof(float));                                                       \
         }                                                                                                              \
     }                                                                                                                  \
-    CLONED static void fold##BITS(const uint8_t *inbox, Py_ssize_t ranks, float *error, uint8_t *out, Py_ssize_t blocks) \
+    CLONED static void fold##BITS(const uint8_t *inbox, Py_ssize_t ranks, Py_ssize_t blocks, float *error, uint8_t *out, Py_ssize_t n)\
     {                                                                                                                  \
-        for (Py_ssize_t at = 0; at < blocks; at++) {                                                                   \
+        for (Py_ssize_t at = 0; at < n; at += BLOCK##BITS, inbox += RECORD##BITS, out += RECORD##BITS) {               \
+            const Py_ssize_t count = n - at < BLOCK##BITS ? n - at : BLOCK##BITS;                                      \
             float v[BLOCK##BITS] = {0}, left[BLOCK##BITS];                                                             \
             for (Py_ssize_t rank = 0; rank < ranks; rank++)                                                            \
-                add##BITS(inbox + (rank * blocks + at) * RECORD##BITS, v);                                             \
-            for (int i = 0; i < BLOCK##BITS; i++)                                                                      \
-                v[i] += error[at * BLOCK##BITS + i];                                                                   \
-            if (encode##BITS(v, BLOCK##BITS, out + at * RECORD##BITS, left))                                           \
-                memcpy(error + at * BLOCK##BITS, left, sizeof left);                                                   \
+                add##BITS(inbox + rank * blocks * RECORD##BITS, v);                                                    \
+            for (Py_ssize_t i = 0; i < count; i++)                                                                     \
+                v[i] += error[at + i];                                                                                 \
+            if (count < BLOCK##BITS)   /* with 1 bit, padding came out as the step */                                  \
+                memset(v + count, 0, (BLOCK##BITS - count) * sizeof(float));                                           \
+            if (encode##BITS(v, (int)count, out, left))                                                                \
+                memcpy(error + at, left, count * sizeof(float));                                                       \
         }                                                                                                              \
     }                                                                                                                  \
     CLONED static void dequantise##BITS(const uint8_t *wire, float *x, Py_ssize_t n)                                   \
@@ -211,7 +214,7 @@ PASSES(1)
 typedef struct {
     int bits, block, record;
     void (*quantise)(const float *, float *, uint8_t *, Py_ssize_t);
-    void (*fold)(const uint8_t *, Py_ssize_t, float *, uint8_t *, Py_ssize_t);
+    void (*fold)(const uint8_t *, Py_ssize_t, Py_ssize_t, float *, uint8_t *, Py_ssize_t);
     void (*dequantise)(const uint8_t *, float *, Py_ssize_t);
 } Format;
 
@@ -269,11 +272,12 @@ static PyObject *py_fold(PyObject *module, PyObject *args)
     int fine = ranks >= 0 && ranks <= PY_SSIZE_T_MAX / (out.len + 1);   /* otherwise the number of bytes would overflow */
     if (format && !fine)
         PyErr_Format(PyExc_ValueError, "there is no inbox of %zd ranks", ranks);
+    const Py_ssize_t n = error.len / (Py_ssize_t)sizeof(float), most = format ? blocks * format->block : 0;
     fine = fine && format && expect_bytes("out", &out, blocks * format->record) && expect_bytes("inbox", &inbox, ranks * out.len)
-        && expect_bytes("error", &error, blocks * format->block * (Py_ssize_t)sizeof(float));
+        && expect_bytes("error", &error, (n < most ? n : most) * (Py_ssize_t)sizeof(float));
     if (fine) {
         Py_BEGIN_ALLOW_THREADS
-        format->fold(inbox.buf, ranks, error.buf, out.buf, blocks);
+        format->fold(inbox.buf, ranks, blocks, error.buf, out.buf, n);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&inbox);

@@ -55,15 +55,17 @@ class Blockwise(Compressed):
         p, form = group.size, self.form
         blocks = -(-len(x) // form.block)
         each = -(-blocks // p)   # blocks of one rank
-        own, sums = self._own[at : at + len(x)], self._sums[at // p :][: each * form.block]
+        mine = min(max(len(x) - group.rank * each * form.block, 0), each * form.block)   # values that this rank adds
+        own, sums = self._own[at : at + len(x)], self._sums[at // p :][:mine]
         records = x.new_empty(p * each, form.record, dtype=torch.uint8)
         records[blocks:] = 0   # padding: no rank reads it, but uninitialised memory must not be sent
         form.quantise(x, own, records[:blocks])
         dealt = start_all_to_all(records.view(p, each, form.record), group, label=LABEL)
         yield
-        mine = torch.empty_like(records[:each])
-        form.fold(dealt(), sums, mine)
-        gathered = start_all_gather(mine, group, label=LABEL)
+        summed = torch.empty_like(records[:each])
+        summed[-(-mine // form.block) :] = 0   # likewise
+        form.fold(dealt(), sums, summed)
+        gathered = start_all_gather(summed, group, label=LABEL)
         yield
         form.dequantise(gathered().view(p * each, form.record)[:blocks], x)
 

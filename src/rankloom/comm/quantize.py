@@ -57,7 +57,8 @@ class Format(Protocol):
     def fold(self, inbox: Tensor, error: Tensor, out: Tensor) -> None:
         """Sum the records of all ranks, in rank order and in fp32, and write the records of the sum + error to `out`.
 
-        inbox: uint8 [p, records, record]   error: [records * block] fp32, as in `quantise`   out: uint8 [records, record]
+        inbox: uint8 [p, records, record]   error: [n] fp32, as in `quantise`; what the records hold after n values is padding
+        out:   uint8 [records, record]; those without a value are not written
         """
 
     def dequantise(self, wire: Tensor, x: Tensor) -> None:
@@ -92,7 +93,7 @@ class Blocks:
         total = torch.zeros(out.shape[0], self.block, dtype=torch.float32, device=out.device)
         for records in inbox:
             total += _decode(records, self.bits)
-        self.quantise(total.view(-1), error, out)
+        self.quantise(total.view(-1)[: error.numel()], error, out[: -(-error.numel() // self.block)])
 
     def dequantise(self, wire: Tensor, x: Tensor) -> None:
         """See Format."""
@@ -133,7 +134,7 @@ class Floats:
         total = floats[0].float()
         for addend in floats[1:]:
             total += addend
-        self.quantise(total.view(-1), error, out)
+        self.quantise(total.view(-1)[: error.numel()], error, out[: -(-error.numel() // self.block)])
 
     def dequantise(self, wire: Tensor, x: Tensor) -> None:
         """See Format."""
