@@ -69,6 +69,11 @@ def test_an_algorithm_without_a_collective_is_refused_before_anything_is_timed(c
         run(2, Study(collectives, algorithms, (4,), "fp32", 1))
 
 
+def test_one_rank_which_a_launcher_may_start_is_refused_before_anything_is_timed():
+    with pytest.raises(rl.ConfigError, match="one rank has nobody to talk to; start 2 or more"):
+        run(1, SMALL)
+
+
 def test_progress_goes_from_nothing_to_all_and_every_result_is_an_event():
     times, events = run(2, replace(SMALL, collectives=("all_reduce", "broadcast"), turns=2))[0]
     done = [event.done for event in events if isinstance(event, Progressed)]

@@ -65,7 +65,9 @@ def plan_bench(collectives: Sequence[str], algorithms: Sequence[str], sizes: Seq
 
 
 def expect_subjects(study: Study, topology: Topology) -> None:
-    """Raise ConfigError for an algorithm that none of the collectives has on this topology, and for a collective with no algorithm."""
+    """Raise ConfigError for one rank alone, an algorithm that none of the collectives has on this topology, and a collective with none."""
+    if topology.size == 1:
+        raise ConfigError("one rank has nobody to talk to; start 2 or more")
     subjects = {collective: study.subjects(collective, topology) for collective in study.collectives}
     for name in study.algorithms:
         if not any(name in names for names in subjects.values()):
