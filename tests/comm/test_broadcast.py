@@ -33,6 +33,17 @@ def test_any_root_reaches_all_and_each_rank_pays_its_bill(run, bill, p):
             assert paid == bill(6, p, 8, rank, root=root)
 
 
+@pytest.mark.parametrize(("run", "bill"), WAYS)
+@pytest.mark.parametrize("root", [-1, 3, None])
+def test_a_root_outside_the_group_is_refused_as_by_the_backend(run, bill, root):
+    """It was taken modulo the number of ranks: a rank of the world counted as some rank of a smaller group."""
+    def body(world):
+        with pytest.raises(rl.ConfigError, match=rf"rank {world.rank}: root in group 'world': there is no rank {root} in a group of 3"):
+            run(torch.ones(2), world, root)
+
+    rl.simulate(3, body)
+
+
 @pytest.mark.parametrize("root", [0, 2])
 def test_every_rank_but_the_root_receives_every_element_exactly_once(root):
     for run in (binomial_broadcast, lambda x, group, root: chain_broadcast(x, group, root, block=24)):

@@ -12,6 +12,7 @@ from torch import Tensor
 from rankloom.base.cost import Bill, Path
 from rankloom.comm.operands import require_contiguous
 from rankloom.world.group import Group
+from rankloom.world.transport.operands import expect_rank
 
 BLOCK = 1 << 18   # bytes: large beside the fixed cost of a message, small beside a buffer worth cutting
 
@@ -42,10 +43,11 @@ def binomial_broadcast(x: Tensor, group: Group, root: int = 0) -> Tensor:
     x:      any shape, contiguous, the same shape and dtype on each of p ranks
     sent:   the whole buffer to each child in the tree; log2 p messages from the root
     steps:  log2 p, rounded up
-    raises: NotContiguous
+    raises: NotContiguous; ConfigError when there is no such root
     source: Johnsson & Ho 1989; Thakur, Rabenseifner & Gropp 2005
     """
     require_contiguous(x, group, "binomial_broadcast")
+    expect_rank(root, group.size, group.where("root"))   # a rank of the world would else count as some rank of a smaller group
     tree = binomial_tree(group.rank, group.size, root)
     if tree.parent is not None:
         group.recv(x, tree.parent, label="binomial_broadcast")
@@ -61,10 +63,11 @@ def chain_broadcast(x: Tensor, group: Group, root: int = 0, *, block: int = BLOC
     block:  bytes of a block; the same on each rank
     sent:   b messages, one for each block, n elements in all; the last rank of the chain sends nothing
     steps:  p - 2 + b
-    raises: NotContiguous
+    raises: NotContiguous; ConfigError when there is no such root
     source: Watts & van de Geijn 1995
     """
     flat = require_contiguous(x, group, "chain_broadcast").view(-1)
+    expect_rank(root, group.size, group.where("root"))
     place = (group.rank - root) % group.size
     before, behind = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     sent = []
