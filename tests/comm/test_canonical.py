@@ -136,6 +136,17 @@ def test_where_powers_of_two_divide_the_traffic_is_that_of_a_ring(ranks):
     assert canonical_all_reduce_bill(64, ranks, 8, itemsize=4) == rl.Bill(sent=2 * 64 * 4 * (ranks - 1) // ranks, messages=2 * (ranks - 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (3, 5), (2, 0)])
+def test_the_sum_has_the_shape_of_the_partial_sums_on_any_number_of_ranks(shape, dtype):
+    """On one rank it had, on several a matrix ended in torch's words about sizes that must match."""
+    for p in (1, 2, 3):
+        owned = [owned_nodes(share(rank, p, 3), 3) for rank in range(p)]
+        for total in rl.simulate(p, lambda world, owned=owned: rl.canonical_all_reduce(
+                [torch.full(shape, min(3, node.end) - node.first, dtype=dtype) for node in owned[world.rank]], world, 3)):
+            assert torch.equal(total, torch.full(shape, 3, dtype=dtype))
+
+
 def test_more_ranks_than_leaves_and_a_wrong_number_of_partial_sums_are_refused():
     def body(world):
         with pytest.raises(rl.ConfigError, match="2 logical shards cannot feed 3 ranks"):

@@ -111,24 +111,29 @@ class Fold:
 def canonical_all_reduce(partials: list[Tensor], group: Group, leaves: int, *, label: str = "canonical_all_reduce") -> Tensor:
     """Sum over all leaves along the tree. Every rank gets the same bits, for any p.
 
-    partials: [n] each, one for each of `owned_nodes(share(rank, p, leaves), leaves)` (`share`: base/shares.py), in that order; on one
-              rank they are added up in place
+    partials: of one shape, which the sum has too, with n elements; one for each of `owned_nodes(share(rank, p, leaves), leaves)`
+              (`share`: base/shares.py), in that order; on one rank they are added up in place
     sent:     2(p-1) messages, (k+1) n(p-1)/p elements for a rank with k nodes, n rounded up to a multiple of p; a complex number
               counts as two elements
     raises:   NotContiguous; ConfigError for more ranks than leaves, ShapeMismatch for another number of partials
     """
-    p, partials = group.size, [summand(partial, group, label).view(partial.shape) for partial in partials]
+    p, flat = group.size, [summand(partial, group, label) for partial in partials]
     held = [owned_nodes(share(rank, p, leaves), leaves) for rank in range(p)]
     if p > leaves:
         raise ConfigError(f"{leaves} logical shards cannot feed {p} ranks; use at most {leaves} ranks, or more logical shards")
     if len(partials) != len(held[group.rank]):
         raise ShapeMismatch(f"{group.where(label)}: {len(partials)} partial sums, expected {len(held[group.rank])}: {held[group.rank]}")
+    return _sum_along_tree(flat, held, group, leaves, label).view(partials[0].shape)
+
+
+def _sum_along_tree(partials: list[Tensor], held: list[list[Node]], group: Group, leaves: int, label: str) -> Tensor:
+    """[n] each -> [n]. held: the nodes of each rank"""
+    p, n = group.size, partials[0].numel()
     if p == 1:
         return _fold(held[0], partials, leaves)
     if partials[0].is_complex():   # gloo has no all-to-all of complex numbers; pairs of real ones add up to the same
         pairs = [torch.view_as_real(partial).flatten() for partial in partials]
-        return torch.view_as_complex(canonical_all_reduce(pairs, group, leaves, label=label).view(-1, 2))
-    n = partials[0].numel()
+        return torch.view_as_complex(_sum_along_tree(pairs, held, group, leaves, label).view(-1, 2))
     chunk = -(-n // p)
     dealt = group.all_to_all(_by_chunk(partials, p, chunk), label=label, send_rows=[len(partials)] * p,
                              recv_rows=[len(nodes) for nodes in held])
