@@ -54,10 +54,11 @@ class TopK(Compressed):
             return
         places = absorb(values, self._error, _count(len(values)))
         message = torch.stack((places.to(torch.int32), values[places].view(torch.int32)))
-        if values[places].isfinite().all():   # otherwise the error stays as it was
+        gathered = group.all_gather(message, label=LABEL).view(group.size, 2, -1)
+        if gathered[:, 1].view(torch.float32).isfinite().all():   # of all ranks, so all agree; otherwise no error changes
             self._error.copy_(values)[places] = 0.0
         values.zero_()
-        for where, what in group.all_gather(message, label=LABEL).view(group.size, 2, -1):
+        for where, what in gathered:
             values.index_add_(0, where, what.view(torch.float32))
 
     def held(self) -> int:
