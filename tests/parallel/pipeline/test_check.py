@@ -69,12 +69,17 @@ def test_many_missing_actions_are_counted():
 
 
 @pytest.mark.parametrize(("word", "message"), [
-    ("SEND_F1@0", "rank 1 waits in RECV_F1@1 for SEND_F1@0, which no rank does"), ("RECV_F1@1", "rank 0: no rank receives SEND_F1@0"),
-    ("RECV_B0@0", "rank 1: no rank receives SEND_B0@1"), ("SEND_B1@1", "rank 0 waits in RECV_B1@0 for SEND_B1@1, which no rank does"),
+    ("SEND_F1@0", "rank 1 waits in RECV_F1@1 for SEND_F1@0, which no rank does"), ("RECV_F1@1", "rank 0: no other rank receives SEND_F1@0"),
+    ("RECV_B0@0", "rank 1: no other rank receives SEND_B0@1"), ("SEND_B1@1", "rank 0 waits in RECV_B1@0 for SEND_B1@1, which no rank does"),
 ])
 def test_a_message_without_its_other_end_is_named(word, message):
     with pytest.raises(ConfigError, match=message):
         check(edited(with_messages(make_schedule("1f1b", 2, 2)), word, ""))
+
+
+def test_a_message_from_a_rank_to_itself_is_refused():
+    with pytest.raises(ConfigError, match="rank 0: no other rank receives SEND_F0@0; stages of one rank pass tensors without messages"):
+        check(parse_schedule("F0@0 SEND_F0@0 RECV_F0@1 F0@1 B0@1 B0@0"))
 
 
 def test_messages_gathers_and_reductions_leave_a_plan_right():
