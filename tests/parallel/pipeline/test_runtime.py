@@ -354,6 +354,21 @@ def test_a_known_border_costs_one_message_each_way_and_a_new_one_a_header_more()
         assert first == (second[0] + borders, second[1] + borders * 64 * 8)
 
 
+def test_what_needs_no_gradient_costs_no_headers_on_the_way_back():
+    def body(world):
+        first, second, mask = linear(4, 4), linear(4, 4), torch.ones(4, dtype=torch.bool)
+        pieces = [({"first": first}, lambda x: (first(x), mask)), ({"second": second}, lambda x, mask: second(x * mask))]
+        pipeline = rl.pipeline(pieces, lambda y, _: (y.sum(), 1), world, microbatches=4)
+        batches = [(torch.ones(2, 4, dtype=torch.float64), None)] * 4
+        pipeline.step(batches)
+        before = world.ledger.messages
+        pipeline.step(batches)
+        return world.ledger.messages - before
+
+    total, forward, back = 2, 4 * 2, 4
+    assert rl.simulate(2, body) == [forward + total, back + total]
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v"])
 def test_no_more_activations_live_than_the_plan_says(name):
     schedule, batches = make_schedule(name, 3 * CHUNKS[name], 8), token_batches(8)
@@ -554,6 +569,19 @@ def test_ranks_may_take_micro_batches_in_different_orders():
     expect_equal(results, one_process(gpt_pieces(make_gpt()), gpt_loss, batches))
 
 
+def test_so_they_may_where_a_stage_ignores_its_input_for_some():
+    """Then a header says of each gradient whether it comes, and headers come in another order than they are asked for."""
+    def build():
+        first, second = linear(4, 4), linear(4, 4)
+        hears = lambda x, number: second(torch.ones_like(x) if int(number) in (1, 2) else x)
+        return [({"first": first}, lambda x: (first(x), x[0, 0])), ({"second": second}, hears)]
+
+    schedule = parse_schedule("F3@0 F0@0 F1@0 F2@0 B1@0 B3@0 B0@0 B2@0\nF3@1 F0@1 F1@1 B0@1 B1@1 F2@1 B2@1 B3@1")
+    loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.full((2, 4), float(i), dtype=torch.float64), None) for i in range(4)]
+    results = rl.simulate(2, lambda w: run(w, build, loss, schedule, batches))
+    expect_equal(results, one_process(build(), loss, batches))
+
+
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe-v"])
 def test_random_delays_before_every_message_change_nothing(name):
     schedule, batches = make_schedule(name, 3 * CHUNKS[name], 5), token_batches(5, lengths=(8, 4))
@@ -700,20 +728,21 @@ def test_a_process_group_without_tags_and_without_a_second_connection_is_refused
 
 
 class Moody(nn.Module):
-    """Gives fewer rows the second time."""
+    """Gives something else the second time."""
 
-    def __init__(self):
+    def __init__(self, second):
         super().__init__()
-        self.layer, self.calls = nn.Linear(4, 4), 0
+        self.layer, self.calls, self.second = nn.Linear(4, 4), 0, second
 
     def forward(self, x):
         self.calls += 1
-        return self.layer(x)[: 2 if self.calls == 1 else 1]
+        return self.layer(x) if self.calls == 1 else self.second(self.layer(x))
 
 
-def test_a_stage_whose_output_has_another_shape_for_the_same_input_is_named():
-    with pytest.raises(ShapeMismatch, match=r"rank 0: SEND_F1@0 .*dims=\(1, 4\), gradient=True\).*neither shapes nor what needs"):
-        rl.simulate(2, lambda w: small(w, make_schedule("1f1b", 2, 2), module=Moody()))
+@pytest.mark.parametrize(("second", "shown"), [(lambda y: y[:1], r"\(1, 4\), gradient=True\)"), (lambda y: (y, y), r".*\(2, 4\), .*")])
+def test_a_stage_whose_output_has_another_shape_for_the_same_input_is_named(second, shown):
+    with pytest.raises(ShapeMismatch, match=rf"rank 0: SEND_F1@0 .*dims={shown}.*neither shapes nor what needs"):
+        rl.simulate(2, lambda w: small(w, make_schedule("1f1b", 2, 2), module=Moody(second)))
 
 
 class Wide(nn.Module):
@@ -729,6 +758,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize(("output", "message"), [
     ({"x": torch.ones(1)}, "stage 0 gives dict"), ((torch.ones(1),) * 16, "16 tensors of 16 dims in all are more than one message"),
+    ((), "stage 0 gives nothing; stages take and return tensors"),
     (torch.ones(1).to(torch.float8_e4m3fn), "a tensor of torch.float8_e4m3fn cannot go from stage to stage"),
 ])
 def test_what_cannot_travel_between_stages_is_refused(output, message):

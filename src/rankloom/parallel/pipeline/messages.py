@@ -1,8 +1,9 @@
 """Messages between stages on different ranks: activations forward, gradients back.
 
 Communication plan: a message is one or a few tensors. A header with their shapes goes ahead, but only for the first micro-batch of a kind
-of shapes. Afterwards both sides know the shapes, and the receiver posts its next receives before it needs them, so that bytes arrive while
-it computes. Sends do not block. Their memory is freed when a later message from the same neighbour proves that they have arrived.
+of shapes, and for each whose gradients are not all there. Afterwards both sides know the shapes, and the receiver posts its next receives
+before it needs them, so that bytes arrive while it computes. Sends do not block. Their memory is freed when a later message from the same
+neighbour proves that they have arrived.
 
 Every message has a tag of its own, so ranks may send and receive in different orders, as folded stages do. NCCL has no tags: all messages
 between two ranks share one queue. There each direction gets a connection of its own, and a rank posts its receives in the order in which
@@ -52,6 +53,7 @@ class Messages:
         self._numbers: dict[Hashable, int] = {}
         self._kinds: Sequence[int] = ()      # of this step's micro-batches
         self._next: deque[Action] = deque()
+        self._told: dict[Action, list[Shape | None]] = {}    # of messages whose header came before they were asked for
         self._open: dict[Action, tuple[Values, list[Handle]]] = {}
         self._sent: dict[Action, list[tuple[Handle, Tensor]]] = {}
         if group.in_order:
@@ -60,6 +62,7 @@ class Messages:
     def begin(self, actions: Sequence[Action], kinds: Sequence[Hashable]) -> None:
         """Begin a step of these actions. kinds: for each micro-batch a key that determines all shapes; the same on every rank"""
         self._kinds = [self._numbers.setdefault(kind, len(self._numbers)) for kind in kinds]
+        self._told.clear()
         self._open.clear()
         self._sent.clear()
         receives = [action for action in actions if action.kind.startswith("RECV")]
@@ -78,7 +81,7 @@ class Messages:
         if known is None:
             sent.append(self._start(_header(shapes, action).to(self.group.device), action, self._tag(way, stage, kind, TENSORS)))
             self._learn(way, stage, kind, shapes)
-        elif any(shape is not None and not _is_as(shape, expected) for shape, expected in zip(shapes, known, strict=True)):
+        elif len(shapes) != len(known) or any(shape and not _is_as(shape, expected) for shape, expected in zip(shapes, known)):
             raise ShapeMismatch(f"{self.group.where(str(action))}: the stage gave {shapes}, and {known} for an earlier micro-batch of "
                                 "the same shapes; neither shapes nor what needs a gradient may depend on anything else. If you have "
                                 "thawed parameters, build the pipeline anew")
@@ -151,26 +154,34 @@ class Messages:
 
     def _post(self, action: Action) -> None:
         """Post a receive; if the shapes are unknown, wait for the header first."""
-        way, stage, kind = self._key(action)
         frm = self.schedule.owner[needs(action, self.schedule)[0].stage]
-        shapes, lane = self._known.get((way, stage, kind)), self._lane(frm, self.group.rank)
-        if shapes is None:
-            header = torch.empty(HEADER, dtype=torch.int64, device=self.group.device)
-            shapes = _read(lane.recv(header, frm, tag=self._tag(way, stage, kind, TENSORS), label=f"shapes of {action}").tolist())
-            self._learn(way, stage, kind, shapes)
-        device, m, label = self.group.device, action.microbatch or 0, str(action)
-        values: Values = [s and torch.empty(s.dims, dtype=s.dtype, device=device, requires_grad=s.gradient) for s in shapes]
-        handles = [lane.recv(as_bytes(value), frm, tag=self._tag(way, stage, m, index), label=label, async_op=True)
+        lane, device, label = self._lane(frm, self.group.rank), self.group.device, str(action)
+        values: Values = [s and torch.empty(s.dims, dtype=s.dtype, device=device, requires_grad=s.gradient)
+                          for s in self._shapes_of(action, lane, frm)]
+        handles = [lane.recv(as_bytes(value), frm, tag=self._tag(action.kind[-1], action.stage, action.microbatch or 0, index),
+                             label=label, async_op=True)
                    for index, value in enumerate(values) if value is not None and value.numel()]
         self._open[action] = values, handles
         self._next.remove(action)
+
+    def _shapes_of(self, action: Action, lane: Group, frm: int) -> list[Shape | None]:
+        """Of the message for this receive. Headers come in the order of sending, so those of other micro-batches may come first."""
+        way, stage, kind = key = self._key(action)
+        while action not in self._told and key not in self._known:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self.group.device)
+            lane.recv(header, frm, tag=self._tag(way, stage, kind, TENSORS), label=f"shapes of {action}")
+            microbatch, *numbers = header.tolist()
+            self._told[action._replace(microbatch=microbatch)] = _read(numbers)
+            self._learn(way, stage, kind, _read(numbers))
+        return self._told.pop(action, None) or self._known[key]
 
     def _key(self, action: Action) -> tuple[str, int, int]:
         return action.kind[-1], action.stage, self._kinds[action.microbatch or 0]
 
     def _learn(self, way: str, stage: int, kind: int, shapes: list[Shape | None]) -> None:
         """Remember the shapes of a complete message. One in which a gradient is missing may be complete next time."""
-        if None not in shapes:
+        answered = self._known["F", stage + 1, kind] if way == "B" else shapes
+        if all(shape or (asked and not asked.gradient) for shape, asked in zip(shapes, answered, strict=True)):
             self._known[way, stage, kind] = shapes
 
     def _tag(self, way: str, stage: int, number: int, index: int) -> int:
@@ -231,8 +242,9 @@ def _shape(value: Tensor | None) -> Shape | None:
 
 
 def _header(shapes: list[Shape | None], action: Action) -> Tensor:
-    """The number of tensors, then of each: its dtype (-1 for None), whether a gradient must come back, the number of dims, and these."""
-    numbers = [len(shapes)]
+    """The micro-batch, the number of tensors, then of each: its dtype (-1 for None), whether a gradient must come back, the number of
+    dims, and these."""
+    numbers = [action.microbatch or 0, len(shapes)]
     for shape in shapes:
         if shape and shape.dtype not in DTYPES:
             raise ConfigError(f"{action}: a tensor of {shape.dtype} cannot go from stage to stage; convert it to one of {DTYPES}")
@@ -244,6 +256,7 @@ def _header(shapes: list[Shape | None], action: Action) -> Tensor:
 
 
 def _read(numbers: list[int]) -> list[Shape | None]:
+    """What a header says behind its micro-batch."""
     shapes: list[Shape | None] = []
     at = 1
     for _ in range(numbers[0]):

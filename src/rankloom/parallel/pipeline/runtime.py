@@ -268,8 +268,8 @@ def received(x: Tensor) -> Tensor:
 
 def _as_list(value: Any, what: str) -> list[Tensor]:
     values = list(value) if isinstance(value, tuple | list) else [value]
-    if not all(isinstance(each, Tensor) for each in values):
-        raise ConfigError(f"{what} gives {', '.join(type(each).__name__ for each in values)}; "
+    if not values or not all(isinstance(each, Tensor) for each in values):
+        raise ConfigError(f"{what} gives {', '.join(type(each).__name__ for each in values) or 'nothing'}; "
                           "stages take and return tensors, one or several")
     return values
 
