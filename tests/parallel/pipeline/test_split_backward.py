@@ -86,9 +86,9 @@ def test_gradients_of_complex_matrices_are_those_of_one_backward():
         torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("what", ["frozen", "computed", "vector", "no_grad", "input"])
+@pytest.mark.parametrize("what", ["frozen", "computed", "vector", "row", "no_grad", "input"])
 def test_what_cannot_be_deferred_goes_the_plain_way(what):
-    weight, products = nn.Parameter(torch.ones(3, 3)), []
+    weight, products = nn.Parameter(torch.ones(3) if what == "row" else torch.ones(3, 3)), []
     x = torch.ones(3) if what == "vector" else torch.ones(2, 3)
     x.requires_grad_(what != "input")
     weight.requires_grad_(what != "frozen")

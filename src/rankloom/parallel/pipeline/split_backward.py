@@ -42,9 +42,9 @@ class deferring(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # Not under autocast, which casts for the plain function only; not for a weight computed from others, which needs its graph; and not
-        # where the input needs no gradient, so that there is no first part.
+        # where the input needs no gradient, so that there is no first part; nor for a single vector, which is no product of matrices.
         trained = weight.is_leaf and weight.requires_grad and input.requires_grad and torch.is_grad_enabled()
-        if not trained or input.dim() < 2 or torch.is_autocast_enabled(input.device.type):
+        if not trained or min(input.dim(), weight.dim()) < 2 or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
         out: Tensor = _Linear.apply(input, bias, [weight], self.products)   # type: ignore[no-untyped-call]
         return out
