@@ -460,6 +460,12 @@ def test_a_tuple_between_two_modules_of_a_sequence_is_one_argument(pipe):
     expect_equal(rl.Mesh(pipe=pipe), model, of_classes, float_batches())
 
 
+def test_so_it_is_where_the_first_module_of_a_sequence_takes_it():
+    torch.manual_seed(4)
+    model = nn.Sequential(Join(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)).double()
+    expect_equal(rl.Mesh(pipe=2), model, of_classes, [((x, 1 + x), classes) for x, classes in float_batches()])
+
+
 @pytest.mark.parametrize("wrap", [list, tuple])
 def test_the_last_output_reaches_the_loss_as_it_is(wrap):
     class Wrapped(nn.Linear):

@@ -87,7 +87,8 @@ class Pipe:
                 of_targets = pipe.loss(model)
                 return partial(_in_format, lambda output, microbatch: of_targets(output, microbatch[1]), precision)
             names = _positional(model) if pieces is layer_pieces else []
-            stand_in = partial(_GPTStandIn, gpt_answer(model), precision) if pieces is gpt_pieces else partial(_ModelStandIn, names)
+            plain = partial(_ModelStandIn, names, pieces is sequential_pieces)
+            stand_in = partial(_GPTStandIn, gpt_answer(model), precision) if pieces is gpt_pieces else plain
             return partial(_in_format, partial(_run_whole_loss, loss, partial(stand_in, getattr(model, "config", None))), precision)
 
         example = pipe.example
@@ -151,14 +152,16 @@ class _ModelStandIn:
     """Stands in for the model in a loss of one process: its call returns the output of the last piece for this micro-batch.
 
     Of the model's attributes it has only `config`, the same object; a copied number would stay as it was when the model was cut.
-    names: of the model's positional parameters, where stages call the model with the first part of the micro-batch
+    names:  of the model's positional parameters, where stages call the model with the first part of the micro-batch
+    as_one: whether several tensors are one argument, as between the modules of a sequence
     """
 
-    def __init__(self, names: Sequence[str], config: Any, inputs: Any, output: Any):
+    def __init__(self, names: Sequence[str], as_one: bool, config: Any, inputs: Any, output: Any):
         self.names = names
         if config is not None:
             self.config = config
-        self.expected = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+        several = isinstance(inputs, tuple | list) and not (as_one and len(inputs) > 1)
+        self.expected = list(inputs) if several else [inputs]
         self.output, self.calls = output, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +192,7 @@ class _GPTStandIn(_ModelStandIn):
     """
 
     def __init__(self, answer: Callable[..., Any], precision: Precision, *whose: Any):
-        super().__init__([], *whose)
+        super().__init__([], False, *whose)
         self.answer, self.precision = answer, precision
 
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, **others: Any) -> Any:
