@@ -633,6 +633,12 @@ def test_a_mistake_is_refused_with_what_was_expected(options, error, message):
         rl.simulate(1, lambda w: small(w, make_schedule("1f1b", 1, 2), **options))
 
 
+@pytest.mark.parametrize("call", [Pipeline.step, Pipeline.evaluate])
+def test_micro_batches_in_no_list_are_refused(call):
+    with pytest.raises(ConfigError, match="microbatches .*generator.* a list of micro-batches, each \\(input of stage 0, targets\\)"):
+        rl.simulate(1, lambda w: call(Pipeline({0: nn.Linear(1, 1)}, w, make_schedule("1f1b", 1, 1), None), (pair for pair in [])))
+
+
 def test_a_plan_or_stages_that_do_not_fit_are_refused_on_all_ranks():
     schedules = {"a schedule for 3 ranks in a group of 2": make_schedule("1f1b", 3, 2),
                  "stage 0 is on rank 1": parse_schedule("F0@0\nB0@0")}

@@ -28,6 +28,7 @@ from rankloom.shard.norm import clip_to_norm
 from rankloom.world.group import Group
 
 Loss = Callable[[Any, Any], tuple[Tensor, Any]]
+MICROBATCHES = "a list of micro-batches, each (input of stage 0, targets)"
 MicroBatch = tuple[Any, Any]              # (one or several tensors that stage 0 takes, the targets of the loss)
 Tied = tuple[tuple[int, str], ...]        # (stage, name) of each place of one parameter
 
@@ -87,7 +88,7 @@ class Pipeline:
         returns: fp64 [sum of the loss, count], on every rank
         raises:  BatchError when the schedule is for another number of micro-batches; LossError
         """
-        expect_type("microbatches", microbatches, Sequence, "a list of micro-batches, each (input of stage 0, targets)")
+        expect_type("microbatches", microbatches, Sequence, MICROBATCHES)
         if len(microbatches) != self.schedule.microbatches:
             raise BatchError(f"{self.group.where('step')}: {len(microbatches)} micro-batches for a schedule of "
                              f"{self.schedule.microbatches}; make one for the number there is")
@@ -104,6 +105,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         """Forward only, any number of micro-batches. returns: fp64 [sum of the loss, count], on every rank"""
+        expect_type("microbatches", microbatches, Sequence, MICROBATCHES)
         forward = [action for action in self.schedule.ranks[self.group.rank] if action.kind in ("F", "SEND_F", "RECV_F", "GATHER")]
         totals = torch.zeros(2, dtype=torch.float64, device=self.group.device)
         for first in range(0, len(microbatches), self.schedule.microbatches):
