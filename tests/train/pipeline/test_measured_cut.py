@@ -87,6 +87,29 @@ def test_stages_get_as_many_pieces_as_was_said_or_measured_and_train_as_one_proc
                 torch.testing.assert_close(values[name], state[name], rtol=1e-12, atol=1e-12)
 
 
+class Gives(nn.Linear):
+    def __init__(self, what):
+        super().__init__(WIDTH, WIDTH)
+        self.what = what
+
+    def forward(self, x):
+        return self.what(super().forward(x))
+
+
+class Takes(nn.Linear):
+    def forward(self, given):
+        return super().forward(given[0])
+
+
+@pytest.mark.parametrize("what", [lambda y: (y, None), lambda y: (y, y.dtype, torch.arange(3)), lambda y: {0: y}])
+def test_pieces_may_give_each_other_anything_inside_a_stage_while_they_are_measured(what):
+    torch.manual_seed(0)
+    model = nn.Sequential(Gives(what), Takes(WIDTH, WIDTH), Layer(600)).double()
+    (plain,) = rl.simulate(1, lambda world: prepared(world, copy.deepcopy(model), None).step(batch()).loss)
+    measured = lambda world: prepared(world, copy.deepcopy(model), rl.Pipe(example=batch())).step(batch()).loss
+    assert rl.simulate(rl.Mesh(pipe=2), measured) == pytest.approx([plain] * 2, rel=1e-12)
+
+
 def test_all_ranks_cut_alike_though_each_measures_for_itself():
     model = of_layers(5, 4, 6, 5, 7, 5)
 

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from rankloom.parallel.pipeline.actions import COMPUTES, Action
 from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
 from rankloom.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline, received
 from rankloom.parallel.pipeline.simulate import Costs, Timeline, TimeSlot
 from rankloom.parallel.pipeline.split_backward import Product, backward_to_inputs, deferring, finish_products
+from rankloom.parallel.wrapping import tensors_in
 from rankloom.world.group import Group
 
 TURNS = 5
@@ -167,7 +169,8 @@ def _one_turn(stages: Sequence[Stage], microbatch: MicroBatch, loss: Loss, devic
 
 def _time_piece(stage: Stage, values: Any, loss: Callable[[Any], Tensor] | None, device: torch.device) -> tuple[Any, list[float]]:
     """The output of the piece, and the numbers of its `MeasuredPiece`."""
-    inputs = [received(x.detach().requires_grad_(x.is_floating_point())) for x in _several(values)]
+    arrive = lambda x: received(x.detach().requires_grad_(x.is_floating_point()))
+    inputs = tree_map_only(Tensor, arrive, list(values) if isinstance(values, tuple | list) else [values])   # a stage may pass on anything
     products: list[Product] = []
     saved = _Saved(stage)
     clock = [_now(device)]
@@ -175,7 +178,7 @@ def _time_piece(stage: Stage, values: Any, loss: Callable[[Any], Tensor] | None,
         output = stage(*inputs)
         output = loss(output) if loss else output
     clock.append(_now(device))
-    ends = [y for y in _several(output) if y.requires_grad and not y.is_leaf]
+    ends = [y for y in tensors_in(output) if y.requires_grad and not y.is_leaf]
     for part in (partial(backward_to_inputs, products, ends, [torch.ones_like(y) for y in ends]), partial(finish_products, products)):
         if ends:
             part()
@@ -197,10 +200,6 @@ class _Saved:
             self.seen.add(memory.data_ptr())
             self.bytes += memory.nbytes()
         return x
-
-
-def _several(values: Any) -> Sequence[Tensor]:
-    return values if isinstance(values, tuple | list) else (values,)
 
 
 def _now(device: torch.device) -> float:
