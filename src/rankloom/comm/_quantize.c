@@ -165,36 +165,47 @@ INLINED void add1(const uint8_t *record, float *v)
             v[bit * (BLOCK1 / 8) + i] += float_of(mean | (packed[i] << (31 - bit) & SIGN));
 }
 
-/* The three passes over memory, for one format. */
+/* The three passes over memory, for one format. A block that is full has a constant length, which compilers make the most of. */
 #define PASSES(BITS)                                                                                                   \
+    /* The record of `count` values, with what was left of them before; zeros follow them. */                          \
+    INLINED void encode_with_error##BITS(float *v, int count, float *error, uint8_t *out)                              \
+    {                                                                                                                  \
+        float left[BLOCK##BITS];                                                                                       \
+        for (int i = 0; i < count; i++)                                                                                \
+            v[i] += error[i];                                                                                          \
+        if (encode##BITS(v, count, out, left))                                                                         \
+            memcpy(error, left, count * sizeof(float));                                                                \
+    }                                                                                                                  \
     CLONED static void quantise##BITS(const float *x, float *error, uint8_t *out, Py_ssize_t n)                        \
     {                                                                                                                  \
-        for (Py_ssize_t at = 0; at < n; at += BLOCK##BITS, out += RECORD##BITS) {                                      \
-            const Py_ssize_t count = n - at < BLOCK##BITS ? n - at : BLOCK##BITS;                                      \
-            float v[BLOCK##BITS], left[BLOCK##BITS];                                                                   \
-            if (count < BLOCK##BITS)                                                                                   \
-                memset(v, 0, sizeof v);                                                                                \
-            memcpy(v, x + at, count * sizeof(float));                                                                  \
-            for (Py_ssize_t i = 0; i < count; i++)                                                                     \
-                v[i] += error[at + i];                                                                                 \
-            if (encode##BITS(v, (int)count, out, left))                                                                \
-                memcpy(error + at, left, count * sizeof(float));                                                       \
+        float v[BLOCK##BITS] = {0};                                                                                    \
+        for (; n >= BLOCK##BITS; n -= BLOCK##BITS, x += BLOCK##BITS, error += BLOCK##BITS, out += RECORD##BITS) {      \
+            memcpy(v, x, sizeof v);                                                                                    \
+            encode_with_error##BITS(v, BLOCK##BITS, error, out);                                                       \
         }                                                                                                              \
+        memset(v, 0, sizeof v);                                                                                        \
+        memcpy(v, x, n * sizeof(float));                                                                               \
+        if (n)                                                                                                         \
+            encode_with_error##BITS(v, (int)n, error, out);                                                            \
+    }                                                                                                                  \
+    INLINED void sum##BITS(const uint8_t *inbox, Py_ssize_t ranks, Py_ssize_t blocks, float *v)                        \
+    {                                                                                                                  \
+        memset(v, 0, BLOCK##BITS * sizeof(float));                                                                     \
+        for (Py_ssize_t rank = 0; rank < ranks; rank++)                                                                \
+            add##BITS(inbox + rank * blocks * RECORD##BITS, v);                                                        \
     }                                                                                                                  \
     CLONED static void fold##BITS(const uint8_t *inbox, Py_ssize_t ranks, Py_ssize_t blocks, float *error, uint8_t *out, Py_ssize_t n)\
     {                                                                                                                  \
-        for (Py_ssize_t at = 0; at < n; at += BLOCK##BITS, inbox += RECORD##BITS, out += RECORD##BITS) {               \
-            const Py_ssize_t count = n - at < BLOCK##BITS ? n - at : BLOCK##BITS;                                      \
-            float v[BLOCK##BITS] = {0}, left[BLOCK##BITS];                                                             \
-            for (Py_ssize_t rank = 0; rank < ranks; rank++)                                                            \
-                add##BITS(inbox + rank * blocks * RECORD##BITS, v);                                                    \
-            for (Py_ssize_t i = 0; i < count; i++)                                                                     \
-                v[i] += error[at + i];                                                                                 \
-            if (count < BLOCK##BITS)   /* with 1 bit, padding came out as the step */                                  \
-                memset(v + count, 0, (BLOCK##BITS - count) * sizeof(float));                                           \
-            if (encode##BITS(v, (int)count, out, left))                                                                \
-                memcpy(error + at, left, count * sizeof(float));                                                       \
+        float v[BLOCK##BITS];                                                                                          \
+        for (; n >= BLOCK##BITS; n -= BLOCK##BITS, inbox += RECORD##BITS, error += BLOCK##BITS, out += RECORD##BITS) { \
+            sum##BITS(inbox, ranks, blocks, v);                                                                        \
+            encode_with_error##BITS(v, BLOCK##BITS, error, out);                                                       \
         }                                                                                                              \
+        if (!n)                                                                                                        \
+            return;                                                                                                    \
+        sum##BITS(inbox, ranks, blocks, v);                                                                            \
+        memset(v + n, 0, (BLOCK##BITS - n) * sizeof(float));   /* with 1 bit, padding came out as the step */          \
+        encode_with_error##BITS(v, (int)n, error, out);                                                                \
     }                                                                                                                  \
     CLONED static void dequantise##BITS(const uint8_t *wire, float *x, Py_ssize_t n)                                   \
     {                                                                                                                  \
