@@ -179,6 +179,21 @@ def test_a_rank_that_never_comes_is_named_with_the_last_call_it_made():
         assert re.search(rf"rank {rank}: call 2, .*labelled 'alone'", str(error))
 
 
+def test_a_rank_that_returns_while_its_calls_are_in_flight_is_not_gone(monkeypatch):
+    compare = debug.Inspector._compare
+
+    def late_on_rank_1(inspector, mine):
+        time.sleep(inspector.board.rank)
+        compare(inspector, mine)
+
+    def body(world):
+        summed = world.all_reduce(torch.ones(1), async_op=True)
+        return summed.wait().item() if world.rank == 0 else None
+
+    monkeypatch.setattr(debug.Inspector, "_compare", late_on_rank_1)
+    assert rl.simulate(2, body) == [2.0, None]
+
+
 def test_a_rank_that_made_no_call_at_all_is_said_to_have_made_none():
     error = errors_of(2, lambda w: None if w.rank else w.barrier(), timeout=5.0)[0]
     assert "rank 1: has made no call yet" in str(error)

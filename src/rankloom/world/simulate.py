@@ -57,7 +57,7 @@ class _Meetings:
 
     news:     guards the others
     over:     why no group can be made any more, or nothing
-    gone:     the ranks whose world has been closed, or whose body has returned
+    gone:     the ranks whose world has been closed, or whose body has returned with no call in flight
     left:     the ranks whose body has returned
     came:     by group: how many of its ranks have come
     referees: by group: what compares the calls of its ranks
@@ -154,8 +154,8 @@ class _Simulation:
         return self.results
 
     def _gone(self) -> list[int]:
-        closed = {rank for rank, world in enumerate(self.worlds) if world is not None and world._process_group is None}
-        return sorted(closed | self.meetings.left)
+        joined = [(rank, world) for rank, world in enumerate(self.worlds) if world is not None]
+        return [rank for rank, world in joined if world._process_group is None or (rank in self.meetings.left and world.has_ended)]
 
     def _join(self, thread: threading.Thread) -> bool:
         """Wait until a rank has ended; once another has failed, only for a moment. Returns whether it has ended.

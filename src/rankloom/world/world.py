@@ -103,17 +103,21 @@ class World(Group):
         handles = [handle for group in (self, *self._parts()) for handle in group.in_flight.handles()]
         return all(work.is_completed() for handle in handles for work in handle.works or ())
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all calls have ended that this rank has begun in any of its groups, held or dropped."""
+        return all(group.in_flight.has_ended for group in (self, *self._parts()))
+
     def leave(self) -> None:
         """This rank's body has returned: it makes no more calls. Those that wait for one of it are told at once, as far as it can be known:
         threads over gloo have a referee, and shared memory can be left while others still read what is in it.
 
         raises: CollectiveMismatch (from the referee)
         """
-        groups = self, *self._parts()
-        for group in groups:
+        for group in (self, *self._parts()):
             if group._process_group is not None and isinstance(group._inspector, Seat):
                 group._inspector.leave()
-        if self.backend == connect.SHARED and self.one_host and self.device.type == "cpu" and all(g.in_flight.has_ended for g in groups):
+        if self.backend == connect.SHARED and self.one_host and self.device.type == "cpu" and self.has_ended:
             self.close()
 
     def close(self) -> None:
