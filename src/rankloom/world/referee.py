@@ -26,6 +26,7 @@ class Referee:
     def __init__(self) -> None:
         self.lock = threading.Lock()   # guards the rest
         self.counts: Counter[int] = Counter()                        # collectives that each rank has begun
+        self.waits: dict[int, int] = {}   # the last of them that it waits for in the call itself
         self.calls: defaultdict[int, dict[int, Fingerprint]] = defaultdict(dict)   # by number and rank
         self.messages: defaultdict[Way, deque[End]] = defaultdict(deque)   # the same end of all that wait on a way
         self.left: set[int] = set()   # the ranks whose body has returned
@@ -48,6 +49,8 @@ class Seat:
             others: dict[int, object] = {rank: RETURNED for rank in at.left if at.counts[rank] < number}
             others |= {rank: theirs for rank, theirs in came.items() if not self._fit(mine, rank, theirs)}
             came[self._rank] = mine
+            if not async_op:
+                at.waits[self._rank] = number
             if len(came) == len(self._names):
                 del at.calls[number]
         if others:
@@ -71,13 +74,16 @@ class Seat:
         return ()
 
     def leave(self) -> None:
-        """This rank makes no more calls. raises: CollectiveMismatch when others wait for one"""
+        """This rank makes no more calls. raises: CollectiveMismatch when others wait for one
+
+        An asynchronous collective counts not: who has begun it may never wait for it, but fail, and that error is to be told.
+        """
         at = self._referee
         with at.lock:
             at.left.add(self._rank)
             number = at.counts[self._rank] + 1
             over = at.left | at.closed
-            calls = {rank: call for rank, call in at.calls.get(number, {}).items() if rank not in over}
+            calls = {rank: call for rank, call in at.calls.get(number, {}).items() if rank not in over and at.waits.get(rank) == number}
             expected = {receiver: ends[0] for (sender, receiver, _), ends in at.messages.items()
                         if sender == self._rank and receiver not in over and ends and ends[0].op == "recv"}
         if calls:
