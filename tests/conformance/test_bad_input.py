@@ -218,6 +218,8 @@ REFUSED = {
     "rows that cannot be dealt evenly": partial(deal, send=[], recv=[], rows=4),
     "an output whose elements share one place": lambda group: group.allreduce([torch.ones(1).expand(4)], options()),
     "outputs that are one tensor": lambda group: group.allgather([[torch.zeros(4)] * 3], [torch.ones(4)], options(c10d.AllgatherOptions)),
+    "outputs that are one transposed tensor": lambda group: group.allgather([[torch.zeros(3, 2).t()] * 3], [torch.ones(2, 3)],
+                                                                            options(c10d.AllgatherOptions)),
     "outputs that overlap": lambda group: group.alltoall([*torch.zeros(6).unfold(0, 4, 1)], [*torch.ones(3, 4)],
                                                          options(c10d.AllToAllOptions)),
     "an output whose rows overlap": lambda group: group.allreduce([torch.ones(4).as_strided((3, 2), (1, 1))], options()),

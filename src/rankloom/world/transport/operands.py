@@ -166,7 +166,8 @@ def dense_outputs(outputs: Sequence[Tensor], label: str) -> tuple[list[Tensor], 
     """The same for several, which would overwrite each other if they shared memory. raises: NotContiguous"""
     made = [dense_output(x, label) for x in outputs]
     spans = sorted((flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat, _ in made if flat.nbytes)
-    if any(begin < end for (_, end), (begin, _) in pairwise(spans)):
+    begins = [at for x in outputs if x.nbytes and (at := x.data_ptr())]   # a tensor that is not contiguous has a copy of its own in `made`
+    if any(begin < end for (_, end), (begin, _) in pairwise(spans)) or len({*begins}) < len(begins):
         raise NotContiguous(f"{label}: two of {len(outputs)} output tensors share memory; make one for each, as by "
                             "[torch.empty_like(x) for _ in range(n)], not [torch.empty_like(x)] * n")
     return [flat for flat, _ in made], [back for _, back in made]
