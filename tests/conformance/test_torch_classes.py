@@ -344,6 +344,19 @@ def test_torch_knows_the_backend_without_an_import_and_a_program_may_end_in_its_
     assert (done.stdout, done.returncode) == ("[1.0, 1.0] rankloom\n", 0), done.stderr
 
 
+@pytest.mark.parametrize("begin", ["dist.all_reduce(x, async_op=True)", "dist.group.WORLD.recv([x], 0, 0)"])
+def test_a_program_may_end_while_a_future_calls_back(begin):
+    """The last futures of DDP's backward may do so."""
+    program = ("import threading, time, torch, torch.distributed as dist;"
+               "x, go, began = torch.ones(2), threading.Event(), threading.Event();"
+               "dist.init_process_group('rankloom', store=dist.HashStore(), rank=0, world_size=1);"
+               f"dist.group.WORLD.send([torch.ones(2)], 0, 0); work = {begin}; work.stand_for([], [x], go.wait);"
+               "future = work.get_future().then(lambda _: (began.set(), time.sleep(1), print('called back')));"
+               "go.set(); began.wait(); print('the program ends', flush=True)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("the program ends\ncalled back\n", 0), done.stderr
+
+
 def test_who_asks_where_the_compiler_is_does_not_hinder_it():
     program = ("import importlib.util, rankloom.transport, torch, torch.distributed as dist; importlib.util.find_spec('torch._dynamo');"
                "dist.init_process_group('rankloom', store=dist.HashStore(), rank=0, world_size=1);"

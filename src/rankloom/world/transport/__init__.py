@@ -1,6 +1,6 @@
 """The torch backend "rankloom": ranks of one host exchange tensors through memory that all of them map; between hosts they use TCP.
 
-    torch's call     process_group.py (forms.py, operands.py, sparse.py, profiled.py) returns work.py; if there is CUDA,
+    torch's call     process_group.py (forms.py, operands.py, sparse.py, profiled.py) returns work.py (herald.py); if there is CUDA,
                      router.py is in front of it
     one rank's end   channel.py: a link, and the text of its errors; buffers.py: memory that all ranks map
     links            one host: _shared.c, or in Python, to read and for hosts without a compiler, fallback.py (collectives),

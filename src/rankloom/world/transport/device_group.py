@@ -19,11 +19,12 @@ from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport import operands
 from rankloom.world.transport.codes import BARRIER
 from rankloom.world.transport.device import Device, Ending, Flags, Regions, share_memory
+from rankloom.world.transport.herald import tell_later
 from rankloom.world.transport.operands import Finish
 from rankloom.world.transport.parcels import NOTE, Parcels
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.rounds import GRAIN, Rounds
-from rankloom.world.transport.work import PendingMessage, Work, tell
+from rankloom.world.transport.work import PendingMessage, Work
 
 WATCH = 0.3   # seconds between two checks whether all ranks still live
 
@@ -150,7 +151,7 @@ class Receiving(PendingMessage):
     def get_future(self) -> torch.futures.Future:
         """A future that a thread sets when the message was submitted."""
         future = self._device.future()
-        threading.Thread(target=tell, args=(self, future), name="rankloom-message", daemon=True).start()
+        tell_later(self, future)
         return future
 
     def _take(self) -> None:

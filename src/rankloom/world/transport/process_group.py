@@ -34,12 +34,13 @@ from rankloom.world.transport.codes import (
     SUM,
 )
 from rankloom.world.transport.forms import in_either_form
+from rankloom.world.transport.herald import Herald
 from rankloom.world.transport.hosts import HostsBuffers, HostsChannel
 from rankloom.world.transport.meet import find_neighbours, name_of
 from rankloom.world.transport.operands import BYTES, Finish, countable, dense, dense_output, number_of, only_one
 from rankloom.world.transport.profiled import profiled
 from rankloom.world.transport.sparse import all_reduce_sparse
-from rankloom.world.transport.work import DONE, AsBackend, Herald, Pending, PendingCollective, PendingMessage, Unwatched, Work, last_of
+from rankloom.world.transport.work import DONE, AsBackend, Pending, PendingCollective, PendingMessage, Unwatched, Work, last_of
 
 Lengths = int | bytes
 Arguments = tuple[int, int, int, int, int, int, Lengths]
@@ -340,8 +341,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         store = dist.PrefixStore(f"split {self._splits} {name_of(chosen)}", self._store)
         seconds = timeout.total_seconds() if timeout else self.channel.timeout
         group = build(store, me, len(chosen), seconds, ranks=[self.channel.ranks[rank] for rank in chosen], name=group_name or "split")
-        group.setGroupName(group_name or "")
-        group.setGroupDesc(group_desc or "")
+        group._name, group._description = group_name or "", group_desc or ""
         return group
 
     # ------------------------------------------------------------------ inside

@@ -4,11 +4,10 @@ torch's own classes (DDP, FSDP2) use either: `wait()` from Python, `get_future()
 """
 
 import datetime
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from rankloom.base.errors import CollectiveTimeout
 from rankloom.world.transport.channel import Channel
 from rankloom.world.transport.codes import ANYONE, TIMED_OUT
+from rankloom.world.transport.herald import Herald, failing_in_cpp, tell, tell_later
 from rankloom.world.transport.operands import Finish
 from rankloom.world.transport.profiled import profiled
 
@@ -88,7 +88,7 @@ class Pending(Work):
     peers: Sequence[int] = ()   # the other end of a message
     timeout: float | None = None   # seconds that this call may take; None: the group's time-out
 
-    def __init__(self, channel: Channel, herald: "Herald", label: str, result: Sequence[Tensor], keep: Sequence[object],
+    def __init__(self, channel: Channel, herald: Herald, label: str, result: Sequence[Tensor], keep: Sequence[object],
                  finish: Sequence[Finish]):
         super().__init__(result)
         self._channel, self._herald, self.label = channel, herald, label
@@ -309,7 +309,7 @@ class PendingMessage(Pending):
     def get_future(self) -> torch.futures.Future:
         """A future with a thread of its own: messages end in any order, and later ones must not wait for this one."""
         future: torch.futures.Future = torch.futures.Future()
-        threading.Thread(target=tell, args=(self, future), name="rankloom-message", daemon=True).start()
+        tell_later(self, future)
         return failing_in_cpp(future)
 
     def _await(self, seconds: float) -> int:
@@ -324,74 +324,3 @@ class PendingMessage(Pending):
 
     def __del__(self) -> None:
         self._channel.link.drop(self.handle)
-
-
-class Herald:
-    """Sets futures of collectives, which end in the order of the calls: C++ code waits for a future without calling this package.
-
-    The callbacks of a future may wait for other futures of this group (torch's PowerSGD does). So at any time, one thread runs none:
-    it waits for the next work, or for a new entry in the queue.
-    """
-
-    def __init__(self) -> None:
-        self._news: queue.SimpleQueue[tuple[Pending, torch.futures.Future] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()   # guards the rest
-        self._threads: list[threading.Thread] = []
-        self._free = 0   # threads that do not run callbacks of a future
-        self._closed = False
-
-    def announce(self, work: Pending, future: torch.futures.Future) -> None:
-        """Set `future` once `work` has ended."""
-        with self._lock:
-            if is_open := not self._closed:
-                self._news.put((work, future))
-                self._attend()
-        if not is_open:   # then nothing is in flight any more
-            tell(work, future)
-
-    def close(self) -> None:
-        """End the threads, after they have handled the queue."""
-        with self._lock:
-            self._closed, threads = True, [*self._threads]
-        self._news.put(None)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
-
-    def _attend(self) -> None:
-        if not self._free:
-            self._free += 1
-            self._threads.append(threading.Thread(target=self._run, name="rankloom-herald", daemon=True))
-            self._threads[-1].start()
-
-    def _run(self) -> None:
-        while (news := self._news.get()) is not None:
-            tell(*news, before=self._hand_over)
-            del news   # it refers to tensors, and the next may take long to come
-            with self._lock:
-                self._free += 1
-        self._news.put(None)   # for the next thread
-
-    def _hand_over(self) -> None:
-        """Make sure that another thread reads the queue while this one runs the callbacks of a future."""
-        with self._lock:
-            self._free -= 1
-            if not self._news.empty():
-                self._attend()
-
-
-def tell(work: Pending, future: torch.futures.Future, before: Callable[[], object] = bool) -> None:
-    """Set `future` once `work` has ended; call `before` between the two."""
-    try:
-        work.wait()
-    except Exception as error:   # not hidden: the future raises it
-        before()
-        future.set_exception(error)
-    else:
-        before()
-        future.set_result(work.result())
-
-
-def failing_in_cpp(future: torch.futures.Future) -> torch.futures.Future:
-    """`future`, but C++ sees its error, too. For C++, `set_exception` sets a value, and DDP would read gradients from it."""
-    return future.then(lambda ended: ended.value())
