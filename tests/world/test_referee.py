@@ -1,5 +1,7 @@
 """Ranks as threads over gloo, whose calls differ: gloo would end the process, and with it this test run."""
 
+import time
+
 import pytest
 import torch
 
@@ -62,3 +64,33 @@ def test_groups_and_their_twins_are_compared_each_by_itself():
 
 def test_a_call_that_some_ranks_label_otherwise_is_the_same_call():
     assert rl.simulate(2, lambda w: w.all_reduce(ones(1), label=f"of {w.rank}").item(), backend="gloo") == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+def test_a_rank_may_return_before_a_message_that_another_expects_but_does_not_wait_for(returns_first):
+    """Such as a word to stop, for which a rank listens all the time."""
+    def body(world):
+        if (world.rank == 0) == returns_first:
+            time.sleep(0.1)
+        if world.rank == 0:
+            listening = world.recv(torch.zeros(1), 1, tag=9, async_op=True)
+            time.sleep(0.3)
+            del listening
+
+    rl.simulate(2, body, backend="gloo")
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+@pytest.mark.parametrize("waits", [True, False], ids=["blocking", "waited for later"])
+def test_a_rank_that_sends_to_one_whose_body_has_returned_is_told_at_once(waits, returns_first):
+    def body(world):
+        if (world.rank == 0) == returns_first:
+            time.sleep(0.1)
+        if world.rank == 0:
+            sent = world.send(torch.ones(4), 1, async_op=not waits)
+            waits or sent.wait()
+
+    began = time.monotonic()
+    with pytest.raises(rl.CollectiveMismatch, match=r"one end only:\n  rank 0: send of float32\[4\] .*\n  rank 1: has returned from"):
+        rl.simulate(2, body, backend="gloo", timeout=7)
+    assert time.monotonic() - began < 5, "it waited for the time-out"

@@ -28,7 +28,7 @@ class Referee:
         self.counts: Counter[int] = Counter()                        # collectives that each rank has begun
         self.waits: dict[int, int] = {}   # the last of them that it waits for in the call itself
         self.calls: defaultdict[int, dict[int, Fingerprint]] = defaultdict(dict)   # by number and rank
-        self.messages: defaultdict[Way, deque[End]] = defaultdict(deque)   # the same end of all that wait on a way
+        self.messages: defaultdict[Way, deque[Unmet]] = defaultdict(deque)   # the same end of all on a way
         self.left: set[int] = set()   # the ranks whose body has returned
         self.closed: set[int] = set()
 
@@ -57,21 +57,29 @@ class Seat:
             raise self._other_calls(number, others | {self._rank: mine})
         return start
 
-    def announce(self, op: str, x: Tensor, peer: int, tag: int) -> Sequence[object]:
-        """The same for one end of a message, `send` or `recv`. Nobody has to wait for anything."""
+    def announce(self, op: str, x: Tensor, peer: int, tag: int) -> Sequence["Unmet"]:
+        """The same for one end of a message, `send` or `recv`. Returns what to wait for besides the message, which takes no time."""
         at, way = self._referee, (self._rank, peer, tag) if op == "send" else (peer, self._rank, tag)
-        mine = End.of(op, x, call_site())
+        mine = Unmet(self, self._rank, peer, End.of(op, x, call_site()))
         with at.lock:
             waiting = at.messages[way]
-            theirs = waiting.popleft() if waiting and waiting[0].op != op else None
-            if not theirs:
+            theirs = waiting.popleft() if waiting and waiting[0].end.op != op else None
+            if theirs:
+                theirs.met = mine.met = True
+            else:
                 waiting.append(mine)
-            never = not theirs and op == "recv" and peer in at.left
+        if theirs and not mine.end.fits(theirs.end):
+            raise self._mismatch(f"a message {UNLIKE}", {peer: theirs.end, self._rank: mine.end}, ADVICE)
+        return (mine,)
+
+    def begin_to_wait(self, mine: "Unmet") -> None:
+        """This rank begins to wait for a message. raises: CollectiveMismatch when the other end cannot come any more"""
+        at = self._referee
+        with at.lock:
+            mine.awaited = True
+            never = not mine.met and mine.peer in at.left
         if never:
-            raise self._no_message({peer: RETURNED, self._rank: mine})
-        if theirs and not mine.fits(theirs):
-            raise self._mismatch(f"a message {UNLIKE}", {peer: theirs, self._rank: mine}, ADVICE)
-        return ()
+            raise self._one_end({mine.peer: RETURNED, self._rank: mine.end})
 
     def leave(self) -> None:
         """This rank makes no more calls. raises: CollectiveMismatch when others wait for one
@@ -84,12 +92,12 @@ class Seat:
             number = at.counts[self._rank] + 1
             over = at.left | at.closed
             calls = {rank: call for rank, call in at.calls.get(number, {}).items() if rank not in over and at.waits.get(rank) == number}
-            expected = {receiver: ends[0] for (sender, receiver, _), ends in at.messages.items()
-                        if sender == self._rank and receiver not in over and ends and ends[0].op == "recv"}
+            unmet = {mine.rank: mine.end for way, ends in at.messages.items() if self._rank in way[:2] for mine in ends
+                     if mine.peer == self._rank and mine.rank not in over and mine.awaited}   # others may never be missed
         if calls:
             raise self._other_calls(number, calls | {self._rank: RETURNED})
-        if expected:
-            raise self._no_message(expected | {self._rank: RETURNED})
+        if unmet:
+            raise self._one_end(unmet | {self._rank: RETURNED})
 
     def close(self) -> None:
         """This rank waits for nobody any more. Those that wait for it notice that themselves: its connection is closed."""
@@ -109,9 +117,29 @@ class Seat:
         return self._mismatch(f"collective number {number} of this group is not the same on all ranks", calls,
                               "Every rank must make the same calls in the same order, and expect what the others send.")
 
-    def _no_message(self, calls: Mapping[int, object]) -> CollectiveMismatch:
-        return self._mismatch("a message is expected that is never sent", calls, "Every `recv` needs a `send` of the other rank.")
+    def _one_end(self, calls: Mapping[int, object]) -> CollectiveMismatch:
+        return self._mismatch("a rank waits for a message that has one end only", calls,
+                              "Every `recv` needs a `send` of the other rank, and every `send` a `recv`.")
 
     def _mismatch(self, what: str, calls: Mapping[int, object], advice: str) -> CollectiveMismatch:
         table = "\n".join(f"  rank {self._names[rank]}: {call}" for rank, call in sorted(calls.items()))
         return CollectiveMismatch(f"rank {self._names[self._rank]}: {what}:\n{table}\n{advice}")
+
+
+class Unmet:
+    """One end of a message whose other end may not have come. A rank waits for it as for the message itself, so that others know that.
+
+    A rank may return before one for which nobody waits, such as a `recv` of a word to stop that never comes.
+    """
+
+    def __init__(self, seat: Seat, rank: int, peer: int, end: End):
+        self._seat, self.rank, self.peer, self.end = seat, rank, peer, end
+        self.met = self.awaited = False
+
+    def wait(self) -> None:
+        """raises: CollectiveMismatch"""
+        self._seat.begin_to_wait(self)
+
+    def is_completed(self) -> bool:
+        """That the message has ended, the backend tells."""
+        return True
