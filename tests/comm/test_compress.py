@@ -319,6 +319,18 @@ def test_a_step_that_was_poisoned_on_another_rank_is_undone(name):
     assert before.any()
 
 
+@pytest.mark.parametrize("name", ["powersgd", "topk"])
+def test_a_step_that_changes_no_error_delivers_nothing(name):
+    """With topk, values that were finite came again later: those of parameters that the step does not use wait for the next (late.py)."""
+    def body(world):
+        x = draw(N, world.rank)
+        x[7] = math.inf
+        return compressed_all_reduce(name, PARTS)(x, world)
+
+    for x in rl.simulate(2, body):
+        assert x.isnan().all()
+
+
 # ---------------------------------------------------------------------- inputs
 
 

@@ -55,8 +55,10 @@ class TopK(Compressed):
         places = absorb(values, self._error, _count(len(values)))
         message = torch.stack((places.to(torch.int32), values[places].view(torch.int32)))
         gathered = group.all_gather(message, label=LABEL).view(group.size, 2, -1)
-        if gathered[:, 1].view(torch.float32).isfinite().all():   # of all ranks, so all agree; otherwise no error changes
-            self._error.copy_(values)[places] = 0.0
+        if not gathered[:, 1].view(torch.float32).isfinite().all():   # of all ranks, so all agree
+            values.fill_(torch.nan)   # nothing is delivered, and no error changes
+            return
+        self._error.copy_(values)[places] = 0.0
         values.zero_()
         for where, what in gathered:
             values.index_add_(0, where, what.view(torch.float32))
