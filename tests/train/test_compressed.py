@@ -180,6 +180,25 @@ def test_after_a_step_that_raises_non_finite_training_goes_on(compress):
         assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize(("compress", "stage"), [("bf16", 0), ("int8", 0), ("1bit", 0), ("int8", 1), ("int4", 3)])
+def test_a_step_that_raises_non_finite_leaves_nothing_to_the_next(compress, stage):
+    """The rounding error of its finite blocks came with the next gradient: 1e18 of the 1e20 here, with 1bit all of it."""
+    def body(world, first):
+        model = Line()
+        engine = rl.prepare(model, loss=squares, optimizer=lambda params: torch.optim.SGD(params, lr=1e-3), world=world, stage=stage,
+                            compress=compress)
+        if first:
+            bad = rows(8, world.rank)
+            bad[0, 0], bad[0, 300] = 3e38, 1e20   # the gradient, twice that, is not finite in the first block only
+            with pytest.raises(rl.NonFinite):
+                engine.step(bad)
+        engine.step(rows(8, world.rank))
+        return engine.full_state_dict()["model"]["w"]
+
+    alone, after = (rl.simulate(2, lambda w, first=first: body(w, first))[0] for first in (False, True))
+    assert torch.equal(alone, after)
+
+
 def test_exact_steps_first_are_those_of_the_exact_run_to_the_bit():
     """Losses of a step tell the parameters before it; the fourth is the first that a compressed update can have changed."""
     def body(world, **more):

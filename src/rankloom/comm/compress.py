@@ -140,10 +140,14 @@ class Summing:
         """Bytes that compression keeps between steps, for all buffers."""
         return sum(kept.held() for kept in (*self._lossy, *self._late))
 
-    def begin_anew(self) -> None:
-        """Another run continues on these buffers: forget the errors, and start with its exact steps."""
+    def forget(self) -> None:
+        """Forget the errors, on all ranks: what they are of is no part of the run, such as a step that was not finite."""
         for lossy in self._lossy:
             lossy.rescale(0.0)
         for late in self._late:
             late.forget()
+
+    def begin_anew(self) -> None:
+        """Another run continues on these buffers: forget the errors, and start with its exact steps."""
+        self.forget()
         self._exact_steps = self._after

@@ -33,5 +33,5 @@ class LateSums:
         return sum(waiting.nbytes for waiting in self._waiting.values())
 
     def forget(self) -> None:
-        """Drop all that waits: another run continues on the buffer."""
+        """Drop all that waits."""
         self._waiting.clear()

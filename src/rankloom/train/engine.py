@@ -359,6 +359,7 @@ class Engine:
             found = explain_non_finite(self.settings.world, lambda: self._run_alone(batch), self.placement.local_gradients, seen,
                                        compress=self.placement.summing.compress)
             self._keeper.average_changed()
+            self.placement.summing.forget()   # of huge gradients, what was rounded away is huge too
             raise found
         if finite:
             self.placement.publish()
