@@ -120,6 +120,24 @@ def test_any_length_comes_out_right_and_is_charged(case, p):
             assert bill == way.bill(n, p, itemsize, rank, wide=widening(dtype))
 
 
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_message_that_the_caller_expects_is_none_of_the_algorithms_own(case):
+    """They were sent with tags 0 and 1, so a `recv` that was waiting already got one of them."""
+    way, collective, p, rows = algorithms(4)[case], case[0], 4, 24
+
+    def body(world):
+        others = [rank for rank in range(p) if rank != world.rank]
+        expecting = [world.recv(torch.empty(6), rank, tag=tag, async_op=True) for rank in others for tag in (0, 1)]
+        result = call(collective, way, bring(collective, whole_numbers(world.rank, (rows,), torch.float32), world.rank, p), world, rows)
+        sent = [world.send(torch.full((6,), world.rank + tag / 2), rank, tag=tag, async_op=True) for rank in others for tag in (0, 1)]
+        return result, [handle.wait()[0].item() for handle in expecting], [handle.wait() for handle in sent]
+
+    wholes = [whole_numbers(rank, (rows,), torch.float32) for rank in range(p)]
+    for rank, (result, got, _) in enumerate(rl.simulate(p, body)):
+        assert torch.equal(result, expected(collective, wholes, rank))
+        assert got == [other + half for other in range(p) if other != rank for half in (0, 0.5)]
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] == "all_reduce"], ids="-".join)
 def test_a_sum_keeps_its_shape_and_may_have_no_dims_at_all(case):
     run, shapes = algorithms(3)[case].run, ((), (2, 1, 3))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill, Path
 from rankloom.base.errors import ShapeMismatch
+from rankloom.comm.messages import TAG
 from rankloom.comm.operands import require_contiguous, require_rows
 from rankloom.world.group import Group
 from rankloom.world.transport.operands import dealt_rows, untouched
@@ -41,7 +42,7 @@ def pairwise_all_to_all(x: Tensor, group: Group, *, send_rows: Sequence[int] | N
     got[rank].copy_(dealt[rank])
     for hop in range(1, p):
         to, frm = (rank + hop) % p, (rank - hop) % p
-        group.exchange(dealt[to], to, got[frm], frm, label=label)
+        group.exchange(dealt[to], to, got[frm], frm, tag=TAG, label=label)
     return out
 
 

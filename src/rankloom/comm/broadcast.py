@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rankloom.base.cost import Bill, Path
+from rankloom.comm.messages import TAG
 from rankloom.comm.operands import require_contiguous
 from rankloom.world.group import Group
 from rankloom.world.transport.operands import expect_rank
@@ -50,9 +51,9 @@ def binomial_broadcast(x: Tensor, group: Group, root: int = 0) -> Tensor:
     expect_rank(root, group.size, group.where("root"))   # a rank of the world would else count as some rank of a smaller group
     tree = binomial_tree(group.rank, group.size, root)
     if tree.parent is not None:
-        group.recv(x, tree.parent, label="binomial_broadcast")
+        group.recv(x, tree.parent, tag=TAG, label="binomial_broadcast")
     for child in reversed(tree.children):   # the largest subtree has the longest way to go
-        group.send(x, child, label="binomial_broadcast")
+        group.send(x, child, tag=TAG, label="binomial_broadcast")
     return x
 
 
@@ -73,9 +74,9 @@ def chain_broadcast(x: Tensor, group: Group, root: int = 0, *, block: int = BLOC
     sent = []
     for piece in flat.tensor_split(block_count(x.numel(), x.itemsize, block)):
         if place > 0:
-            group.recv(piece, before, label="chain_broadcast")
+            group.recv(piece, before, tag=TAG, label="chain_broadcast")
         if place < group.size - 1:
-            sent.append(group.send(piece, behind, label="chain_broadcast", async_op=True))
+            sent.append(group.send(piece, behind, tag=TAG, label="chain_broadcast", async_op=True))
     for handle in sent:
         handle.wait()
     return x

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill, Path
 from rankloom.base.shares import chunk_sizes
+from rankloom.comm.messages import TAG
 from rankloom.comm.operands import cuts, require_rows, summand, summing_dtype
 from rankloom.comm.ring import gathering
 from rankloom.world.group import Group
@@ -99,9 +100,9 @@ def halving_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     mine = of_rank[group.rank].to(x.dtype, copy=True)   # a copy, so that it does not keep the whole alive
     guest = seats.guest_of(group.rank)
     if guest is not None:
-        group.send(of_rank[guest].to(x.dtype), guest, label="halving_reduce_scatter: to the guest")
+        group.send(of_rank[guest].to(x.dtype), guest, tag=TAG, label="halving_reduce_scatter: to the guest")
     elif seats.seat(group.rank) is None:
-        group.recv(mine, group.rank + 1, label="halving_reduce_scatter: from the host")
+        group.recv(mine, group.rank + 1, tag=TAG, label="halving_reduce_scatter: from the host")
     return mine.view(rows[group.rank].shape)
 
 
@@ -120,9 +121,9 @@ def doubling_all_gather(x: Tensor, group: Group, *, out: Tensor | None = None) -
     seats = Seats(group.size)
     guest = seats.guest_of(group.rank)
     if guest is not None:
-        group.recv(pieces[guest], guest, label="doubling_all_gather: from the guest")
+        group.recv(pieces[guest], guest, tag=TAG, label="doubling_all_gather: from the guest")
     elif seats.seat(group.rank) is None:
-        group.send(pieces[group.rank], group.rank + 1, label="doubling_all_gather: to the host")   # `x` may be overwritten by now
+        group.send(pieces[group.rank], group.rank + 1, tag=TAG, label="doubling_all_gather: to the host")   # `x` may be overwritten by now
     starts = [start * out.shape[1:].numel() for start in seats.row_cuts(out.shape[0])]
     _double(out.detach().view(-1), starts, seats, group, "doubling_all_gather")
     return out
@@ -132,15 +133,15 @@ def _halve(sums: Tensor, starts: list[int], seats: Seats, group: Group, label: s
     """Reduce-scatter over seats: each seat ends with the total of its own span of `sums`. The rest of `sums` is left as partial sums."""
     seat, guest = seats.seat(group.rank), seats.guest_of(group.rank)
     if seat is None:
-        group.send(sums, group.rank + 1, label=f"{label}: to the host")
+        group.send(sums, group.rank + 1, tag=TAG, label=f"{label}: to the host")
         return sums
     inbox = torch.empty_like(sums)
     if guest is not None:
-        sums.add_(group.recv(inbox, guest, label=f"{label}: from the guest"))
+        sums.add_(group.recv(inbox, guest, tag=TAG, label=f"{label}: from the guest"))
     for distance in reversed(_distances(seats)):
         keep, give = _sides(seat, distance, starts)
         partner = seats.rank(seat ^ distance)
-        sums[keep].add_(group.exchange(sums[give], partner, inbox[keep], partner, label=label))
+        sums[keep].add_(group.exchange(sums[give], partner, inbox[keep], partner, tag=TAG, label=label))
     return sums
 
 
@@ -148,14 +149,14 @@ def _double(whole: Tensor, starts: list[int], seats: Seats, group: Group, label:
     """All-gather over seats: each brings its own span of `whole`, and every rank ends with all of it."""
     seat, guest = seats.seat(group.rank), seats.guest_of(group.rank)
     if seat is None:
-        group.recv(whole, group.rank + 1, label=f"{label}: from the host")
+        group.recv(whole, group.rank + 1, tag=TAG, label=f"{label}: from the host")
         return
     for distance in _distances(seats):
         have, lack = _sides(seat, distance, starts)
         partner = seats.rank(seat ^ distance)
-        group.exchange(whole[have], partner, whole[lack], partner, label=label)
+        group.exchange(whole[have], partner, whole[lack], partner, tag=TAG, label=label)
     if guest is not None:
-        group.send(whole, guest, label=f"{label}: to the guest")
+        group.send(whole, guest, tag=TAG, label=f"{label}: to the guest")
 
 
 def _distances(seats: Seats) -> list[int]:

@@ -23,6 +23,7 @@ from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.shares import chunk_sizes
 from rankloom.base.topology import are_even, node_with
 from rankloom.comm.broadcast import binomial_broadcast, binomial_broadcast_bill, binomial_broadcast_path
+from rankloom.comm.messages import TAG
 from rankloom.comm.operands import require_rows, summand, summing_dtype
 from rankloom.comm.ring import (
     ring_all_gather,
@@ -119,10 +120,10 @@ def _swap(group: Group, bundles: Sequence[tuple[int, Tensor]], label: str) -> li
     inboxes = [bundle.new_empty((bundle.shape[1], bundle.shape[0], bundle.shape[2])) for _, bundle in bundles]
     if group.in_order:   # there, two ranks must exchange bundles in one call, and all ranks must make their calls in one order
         for (rank, bundle), inbox in sorted(zip(bundles, inboxes), key=lambda each: each[0][0]):
-            group.exchange(bundle.contiguous(), rank, inbox, rank, label=label)
+            group.exchange(bundle.contiguous(), rank, inbox, rank, tag=TAG, label=label)
         return inboxes
-    coming = [group.recv(inbox, rank, label=label, async_op=True) for inbox, (rank, _) in zip(inboxes, bundles)]
-    going = [group.send(bundle.contiguous(), rank, label=label, async_op=True) for rank, bundle in bundles]
+    coming = [group.recv(inbox, rank, tag=TAG, label=label, async_op=True) for inbox, (rank, _) in zip(inboxes, bundles)]
+    going = [group.send(bundle.contiguous(), rank, tag=TAG, label=label, async_op=True) for rank, bundle in bundles]
     for handle in coming + going:
         handle.wait()
     return inboxes

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from rankloom.world.group import Group
 
+TAG = 1 << 30   # of all messages of this folder (and the next, of the second of two trees): a `recv` of the user's would get one of tag 0
+
 Arrival = Callable[[], Tensor]
 """Waits, and returns what has arrived: [p, ...], in rank order."""
 
@@ -43,8 +45,8 @@ def post(out: Sequence[Tensor], into: Sequence[Tensor], group: Group, *, label: 
     Any two ranks must make their calls in the same order. Not over NCCL.
     """
     others = [(group.rank + hop) % group.size for hop in range(1, group.size)]
-    under_way = [group.recv(into[rank], rank, label=label, async_op=True) for rank in others if into[rank].numel()]
-    under_way += [group.send(out[rank], rank, label=label, async_op=True) for rank in others if out[rank].numel()]
+    under_way = [group.recv(into[rank], rank, tag=TAG, label=label, async_op=True) for rank in others if into[rank].numel()]
+    under_way += [group.send(out[rank], rank, tag=TAG, label=label, async_op=True) for rank in others if out[rank].numel()]
 
     def arrived() -> None:
         for handle in under_way:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rankloom.base.cost import Bill, Path
+from rankloom.comm.messages import TAG
 from rankloom.comm.operands import summand, summing_dtype
 from rankloom.world.group import Group
 
@@ -22,15 +23,15 @@ def naive_all_reduce(x: Tensor, group: Group) -> Tensor:
     """
     flat = summand(x, group, "naive_all_reduce")
     if group.rank > 0:
-        group.send(flat, 0, label="naive_all_reduce: gather")
-        group.recv(flat, 0, label="naive_all_reduce: broadcast")
+        group.send(flat, 0, tag=TAG, label="naive_all_reduce: gather")
+        group.recv(flat, 0, tag=TAG, label="naive_all_reduce: broadcast")
         return x
     sums, inbox = flat.to(summing_dtype(x.dtype)), torch.empty_like(flat)
     others = range(1, group.size)
     for other in others:
-        sums.add_(group.recv(inbox, other, label="naive_all_reduce: gather").to(sums.dtype))
+        sums.add_(group.recv(inbox, other, tag=TAG, label="naive_all_reduce: gather").to(sums.dtype))
     flat.copy_(sums)
-    for handle in [group.send(flat, other, label="naive_all_reduce: broadcast", async_op=True) for other in others]:
+    for handle in [group.send(flat, other, tag=TAG, label="naive_all_reduce: broadcast", async_op=True) for other in others]:
         handle.wait()
     return x
 

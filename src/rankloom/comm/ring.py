@@ -13,6 +13,7 @@ from torch import Tensor
 from rankloom.base.cost import Bill, Path
 from rankloom.base.errors import ShapeMismatch
 from rankloom.base.shares import chunk_sizes
+from rankloom.comm.messages import TAG
 from rankloom.comm.operands import require_contiguous, require_rows, summand, summing_dtype
 from rankloom.world.group import Group
 from rankloom.world.transport.operands import untouched
@@ -103,7 +104,7 @@ def _gather_around(chunks: Sequence[Tensor], first: int, group: Group, label: st
 def _shift(out: Tensor, into: Tensor, group: Group, label: str) -> Tensor:
     """Send `out` to the right neighbour while receiving `into` from the left one."""
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    return group.exchange(out, right, into, left, label=label)
+    return group.exchange(out, right, into, left, tag=TAG, label=label)
 
 
 def _passed_on(n: int, p: int, first: int, hops: int) -> int:

@@ -24,6 +24,7 @@ from rankloom.comm.broadcast import (
     binomial_tree,
     block_count,
 )
+from rankloom.comm.messages import TAG
 from rankloom.comm.operands import summand, summing_dtype
 from rankloom.world.group import Group, Handle
 
@@ -56,9 +57,9 @@ def tree_reduce(sums: Tensor, group: Group) -> Tensor:
     tree = binomial_tree(group.rank, group.size)
     inbox = torch.empty_like(sums) if tree.children else sums
     for child in tree.children:   # the smallest subtree is ready first
-        sums.add_(group.recv(inbox, child, label="tree_reduce"))
+        sums.add_(group.recv(inbox, child, tag=TAG, label="tree_reduce"))
     if tree.parent is not None:
-        group.send(sums, tree.parent, label="tree_reduce")
+        group.send(sums, tree.parent, tag=TAG, label="tree_reduce")
     return sums
 
 
@@ -78,7 +79,7 @@ def double_tree_all_reduce(x: Tensor, group: Group, *, block: int = BLOCK) -> Te
     halves = summand(x, group, "double_tree_all_reduce").tensor_split(2)
     blocks = block_count(halves[0].numel(), x.itemsize, block)   # the first half is the longer one
     lanes = [_Lane(half.tensor_split(blocks), tree, tag, group)
-             for tag, (half, tree) in enumerate(zip(halves, double_tree(group.rank, group.size)))]
+             for tag, (half, tree) in enumerate(zip(halves, double_tree(group.rank, group.size)), TAG)]
     leaf, inner = sorted(lanes, key=lambda lane: len(lane.tree.children))
     # This rank is a leaf of one tree, and may be an inner rank of the other. On the way up it handles the leaf's blocks earlier, on the way
     # down later, by as many blocks as the trees have levels. So the leaf's messages delay none of the inner rank's.
