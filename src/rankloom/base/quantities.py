@@ -1,5 +1,6 @@
 """Bytes and seconds as people write them, and the two bandwidths of a collective as nccl-tests defines them."""
 
+import math
 import re
 from collections.abc import Sequence
 from datetime import timedelta
@@ -86,9 +87,10 @@ def parse_size(text: str) -> int:
     (65536, 1572864)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    if not match or match[2].upper() not in UNITS or float(match[1]) * UNITS[match[2].upper()] < 1:
+    size = float(match[1]) * UNITS.get(match[2].upper(), 0) if match else 0.0
+    if not 1 <= size < math.inf:
         raise ConfigError(f"size {text!r}: expected a number of bytes above 0, plain or with K, M or G, such as 4096, 64KiB or 16M")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    return int(size)
 
 
 def parse_sizes(text: str) -> list[int]:
