@@ -210,6 +210,12 @@ def test_a_change_of_units_rescales_what_is_remembered(path):
     assert torch.equal(plain, scaled)
 
 
+@pytest.mark.parametrize("parts", [[(64, 32)], [64, 32], [(0, "ab")]], ids=str)
+def test_parts_of_another_form_are_refused_on_any_number_of_ranks(parts):
+    with pytest.raises(rl.ConfigError, match=r"expected \[\(first element, shape\), ...\]"):
+        PowerSGD(parts)
+
+
 @pytest.mark.skipif(not power.NATIVE, reason="the part in C was not built")
 def test_c_refuses_buffers_of_the_wrong_size_and_unknown_ranks():
     x, p, q = (noise(*shape).numpy() for shape in ((4, 6), (4, 2), (2, 6)))

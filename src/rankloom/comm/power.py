@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod, sqrt
+from operator import index
 
 import torch
 from torch import Tensor
@@ -142,7 +143,7 @@ class PowerSGD(Compressed):
     sent:   4(p-1) messages: an all-reduce of r(a+b) values for each matrix [a, b] where that is at most half of it, and of all other
             values
     memory: n + 3r(a+b) fp32
-    raises: ConfigError without parts: nothing would be compressed
+    raises: ConfigError without parts, as nothing would be compressed, and for parts of another form
     source: Vogels, Karimireddy & Jaggi 2019
     """
 
@@ -151,7 +152,11 @@ class PowerSGD(Compressed):
         if not parts:
             raise ConfigError("powersgd needs to know where the matrices in the buffer are: give parts=[(first element, shape), ...]")
         self.rank = rank
-        shapes = [(start, shape[0] if shape else 1, prod(shape[1:])) for start, shape in parts]
+        try:
+            sizes = [(index(start), [*map(index, shape)]) for start, shape in parts]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"powersgd: parts={parts!r}, expected [(first element, shape), ...], such as [(0, (64, 32))]") from error
+        shapes = [(start, shape[0] if shape else 1, prod(shape[1:])) for start, shape in sizes]
         self._shapes = [(start, a, b) for start, a, b in shapes if rank * (a + b) <= a * b // 2]
         self._matrices: list[Matrix] = []
 
