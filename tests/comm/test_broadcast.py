@@ -15,6 +15,7 @@ from rankloom.comm.broadcast import (
     chain_broadcast_bill,
     chain_broadcast_path,
 )
+from rankloom.comm.tree import double_tree_all_reduce
 
 WAYS = [(binomial_broadcast, binomial_broadcast_bill), (chain_broadcast, chain_broadcast_bill)]
 
@@ -65,6 +66,12 @@ def test_the_chain_sends_block_after_block_to_the_next_rank_only():
     (0, 4, 16, 1), (1, 8, 4, 1), (4, 4, 16, 1), (5, 4, 16, 2), (3, 8, 1, 3), (9, 1, 4, 3)])
 def test_blocks_are_as_few_as_fit_and_never_smaller_than_an_element(n, itemsize, block, blocks):
     assert block_count(n, itemsize, block) == blocks
+
+
+@pytest.mark.parametrize("in_blocks", [chain_broadcast, double_tree_all_reduce])
+def test_blocks_without_bytes_are_refused(in_blocks):
+    with pytest.raises(rl.ConfigError, match="block=0, expected a number of bytes, 1 or more"):
+        rl.simulate(2, lambda world: in_blocks(torch.ones(4), world, block=0))
 
 
 def test_for_a_long_buffer_the_chain_takes_hardly_longer_with_more_ranks():

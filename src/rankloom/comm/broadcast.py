@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rankloom.base.cost import Bill, Path
+from rankloom.base.errors import ConfigError
 from rankloom.comm.messages import TAG
 from rankloom.comm.operands import require_contiguous
 from rankloom.world.group import Group
@@ -64,7 +65,7 @@ def chain_broadcast(x: Tensor, group: Group, root: int = 0, *, block: int = BLOC
     block:  bytes of a block; the same on each rank
     sent:   b messages, one for each block, n elements in all; the last rank of the chain sends nothing
     steps:  p - 2 + b
-    raises: NotContiguous; ConfigError when there is no such root
+    raises: NotContiguous; ConfigError when there is no such root, and for a block below 1
     source: Watts & van de Geijn 1995
     """
     flat = require_contiguous(x, group, "chain_broadcast").view(-1)
@@ -83,7 +84,9 @@ def chain_broadcast(x: Tensor, group: Group, root: int = 0, *, block: int = BLOC
 
 
 def block_count(n: int, itemsize: int, block: int) -> int:
-    """How many blocks of at most `block` bytes n elements make: at least 1, and a block has at least one element."""
+    """How many blocks of at most `block` bytes n elements make: at least 1, and a block has at least one element. raises: ConfigError"""
+    if block < 1:
+        raise ConfigError(f"block={block!r}, expected a number of bytes, 1 or more")
     return max(min(-(-n * itemsize // block), n), 1)
 
 

@@ -70,7 +70,7 @@ def double_tree_all_reduce(x: Tensor, group: Group, *, block: int = BLOCK) -> Te
     block:  bytes of a block; the same on each rank
     sent:   n elements up and at most n down, in blocks; up in fp32 where x is narrower
     steps:  about 4(log2 p + b) with b blocks in each half, log2 p rounded down
-    raises: NotContiguous; ConfigError for bool, and on a group whose messages ignore tags, as over NCCL
+    raises: NotContiguous; ConfigError for bool, a block below 1, and on a group whose messages ignore tags, as over NCCL
     source: Sanders, Speck & Traeff 2009
     """
     if group.in_order:
