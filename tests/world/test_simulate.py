@@ -167,9 +167,10 @@ def test_a_rank_that_nobody_joins_to_make_a_group_is_told_so_after_the_time_out(
         rl.simulate(rl.Mesh(replicate=2, shard=2), lambda world: world.group("shard") if world.rank == 0 else time.sleep(1), timeout=0.5)
 
 
-def test_a_rank_that_makes_a_group_with_one_whose_body_has_returned_is_told_at_once():
-    error = quickly(rl.Mesh(replicate=2, shard=2), lambda world: world.group("shard") if world.rank == 0 else None, rl.RankLost)
-    assert str(error) == "rank 0: only 1 of 2 ranks came to make a group; rank 1 has returned from its body"
+@pytest.mark.parametrize(("rank", "peer"), [(0, 1), (3, 2)])
+def test_a_rank_that_makes_a_group_with_one_whose_body_has_returned_is_told_at_once(rank, peer):
+    error = quickly(rl.Mesh(replicate=2, shard=2), lambda world: world.group("shard") if world.rank == rank else None, rl.RankLost)
+    assert str(error) == f"rank {rank}: only 1 of 2 ranks came to make a group; rank {peer} has returned from its body"
 
 
 def test_a_rank_that_raises_while_it_holds_unfinished_handles_frees_the_others_too():

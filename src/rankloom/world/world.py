@@ -138,23 +138,23 @@ class World(Group):
               purpose: str = "group") -> tuple[dist.ProcessGroup | None, Inspector | Seat | None]:
         if len(ranks) == 1:
             return None, None
-        n, meeting = len(ranks), f"{purpose}/{name_of(ranks)}"
+        n, place, meeting = len(ranks), ranks.index(me), f"{purpose}/{name_of(ranks)}"
         files = MEMORY if self.backend == connect.SHARED and self.one_host else n
         make_room(files + SPARE, f"a group of {n} ranks")
         store = dist.PrefixStore(meeting, self._store)
-        with self._meet((meeting, ranks, me, files)) as told:
+        with self._meet((meeting, ranks, place, files)) as told:
             gone: Callable[[], Sequence[int]] = partial(_places, told.gone, ranks) if told else tuple   # gloo itself cannot tell
             if self.backend == connect.SHARED:
-                shared = build(store, ranks.index(me), n, timeout, ranks=ranks, name=name)
+                shared = build(store, place, n, timeout, ranks=ranks, name=name)
                 pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared
                 gone = shared.channel.gone
             else:
-                pg = connect.connect(store, ranks.index(me), n, device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
+                pg = connect.connect(store, place, n, device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
                 if purpose != TWIN and is_nccl(pg, device):
-                    connect.call_first(pg, ranks.index(me), n, device, timeout)
+                    connect.call_first(pg, place, n, device, timeout)
         if self._debug:
-            return pg, Inspector(dist.PrefixStore("debug", store), ranks.index(me), ranks, timeout, gone)
-        return pg, Seat(told.referee, ranks.index(me), ranks) if told and self.backend == connect.GLOO else None
+            return pg, Inspector(dist.PrefixStore("debug", store), place, ranks, timeout, gone)
+        return pg, Seat(told.referee, place, ranks) if told and self.backend == connect.GLOO else None
 
 
 def _places(gone: Callable[[], Sequence[int]], ranks: tuple[int, ...]) -> list[int]:
