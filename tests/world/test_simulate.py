@@ -167,6 +167,26 @@ def test_a_rank_that_nobody_joins_to_make_a_group_is_told_so_after_the_time_out(
         rl.simulate(rl.Mesh(replicate=2, shard=2), lambda world: world.group("shard") if world.rank == 0 else time.sleep(1), timeout=0.5)
 
 
+@pytest.mark.parametrize("dropped", [True, False])
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_message_that_nobody_waits_for_and_that_cannot_come_any_more_ends_no_call_of_others(backend, dropped):
+    """In shared memory, to look whether it had come broke the group for all ranks."""
+    def body(world):
+        if world.rank == 1:
+            listening = world.recv(torch.zeros(1), 2, tag=9, async_op=True)
+            time.sleep(0.2)   # rank 2 has returned
+            if dropped:
+                listening = None
+            world.send(torch.ones(1), 0, async_op=True)
+            del listening
+        if world.rank == 0:
+            time.sleep(0.4)   # rank 1 has returned
+            return world.recv(torch.zeros(1), 1).item()
+        return None
+
+    assert rl.simulate(3, body, backend=backend, timeout=10) == [1.0, None, None]
+
+
 @pytest.mark.parametrize(("rank", "peer"), [(0, 1), (3, 2)])
 def test_a_rank_that_makes_a_group_with_one_whose_body_has_returned_is_told_at_once(rank, peer):
     error = quickly(rl.Mesh(replicate=2, shard=2), lambda world: world.group("shard") if world.rank == rank else None, rl.RankLost)

@@ -35,7 +35,7 @@ class InFlight:
     def has_ended(self) -> bool:
         """Whether all that was begun has ended, be it held or dropped. (Of dropped messages, gloo does not say so.)"""
         works = [work for handle in self.handles() for work in handle.works or ()]
-        return all(work.is_completed() for work in (*works, *(work for dropped in self._dropped for work in dropped)))
+        return all(map(has_ended, (*works, *(work for dropped in self._dropped for work in dropped))))
 
     def add(self, handle: "Handle") -> None:
         """Remember a new handle, and forget what has ended of those that were dropped.
@@ -48,7 +48,7 @@ class InFlight:
                 works = self._dropped.popleft()
             except IndexError:   # another thread has closed the group meanwhile
                 return
-            if len(self._dropped) < MOST_DROPPED and not all(work.is_completed() for work in works):
+            if len(self._dropped) < MOST_DROPPED and not all(map(has_ended, works)):
                 self._dropped.appendleft(works)
                 return
             for work in works:
@@ -63,6 +63,12 @@ class InFlight:
         self._dropped.clear()
         for handle in self.handles():
             handle.works = None
+
+
+def has_ended(work: Any) -> bool:
+    """Whether a work has ended, if one looks and does not wait: others may go on while it waits for a rank that has returned."""
+    ended: bool = getattr(work, "has_ended", work.is_completed)()   # torch's have no such method
+    return ended
 
 
 class GroupOfHandle(Protocol):

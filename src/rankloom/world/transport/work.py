@@ -296,6 +296,8 @@ class PendingMessage(Pending):
                 self._end(why, None)
         return super().is_completed()
 
+    has_ended = Pending.is_completed   # only that: to find that it can no longer come breaks the group for all ranks
+
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """See `Pending.wait`. Without a time-out it waits as long as the group allows, and then breaks the group, as collectives do."""
         if timeout is not None and timeout > datetime.timedelta():   # torch's C++ code passes zero for no timeout
