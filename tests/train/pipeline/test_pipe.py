@@ -1,6 +1,7 @@
 """What a pipeline makes of a user's own loss and model: it trains as one process does. The bound is that of test_equivalence.py."""
 
 import copy
+from collections import namedtuple
 from functools import partial
 from itertools import pairwise
 
@@ -325,18 +326,65 @@ class Opens(nn.Linear):
         return super().forward(x[0])
 
 
-@pytest.mark.parametrize("box", [lambda x: (x,), lambda x: [x]], ids=["tuple", "list"])
-@pytest.mark.parametrize("is_at_border", [True, False])
-def test_one_element_in_a_tuple_between_two_pieces_is_refused_and_inside_a_piece_stays(box, is_at_border):
-    """Between pieces it would become the element, and the next module would take its first row."""
+Pair = namedtuple("Pair", "plain same")
+
+
+class OpensPair(nn.Linear):
+    def forward(self, pair):
+        assert type(pair) is Pair
+        return super().forward(pair.plain) + pair.same
+
+
+class Grows(nn.Linear):
+    """Adds to a list."""
+
+    def forward(self, found):
+        return found + [super().forward(found[-1])]
+
+
+class Sums(nn.Linear):
+    """Adds up what it is given."""
+
+    def forward(self, found):
+        return super().forward(sum(found))
+
+
+class Sorts(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).sort(-1)
+
+
+class OpensSorted(nn.Linear):
+    def forward(self, found):
+        return super().forward(found.values) * (1 + found.indices)
+
+
+BOXED = {"a tuple of one": (Boxes(lambda x: (x,)), Opens(16, 16)), "a list of one": (Boxes(lambda x: [x]), Opens(16, 16)),
+         "a list": (Boxes(lambda x: [x, x]), Grows(16, 16), Sums(16, 16)), "a tuple": (Boxes(lambda x: (x, x)), Sums(16, 16)),
+         "a namedtuple": (Boxes(lambda x: Pair(x, x)), OpensPair(16, 16)), "one of torch's": (Sorts(16, 16), OpensSorted(16, 16))}
+
+
+@pytest.mark.parametrize(("pipe", "cut"), [(2, None), (4, "zb-h1"), (2, rl.Pipe(example=float_batches()[0]))], ids=["2", "4", "measured"])
+@pytest.mark.parametrize("boxed", BOXED)
+def test_between_pieces_of_a_sequence_a_container_stays_what_it_is(boxed, pipe, cut):
+    """A tuple of one element would become the element, and the next module would take its first row."""
     torch.manual_seed(4)
-    inside = [] if is_at_border else [Boxes(lambda x: x[0])]
-    model = nn.Sequential(nn.Linear(WIDTH, 16), Boxes(box), *inside, (Opens if is_at_border else nn.Linear)(16, CLASSES)).double()
-    if is_at_border:
-        with pytest.raises(rl.ConfigError, match="a Boxes hands on a (tuple|list) of one element.*return"):
-            rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches()))
-    else:
-        expect_equal(rl.Mesh(pipe=2), model, of_classes, float_batches())
+    model = nn.Sequential(nn.Linear(WIDTH, 16), *copy.deepcopy(BOXED[boxed]), nn.Linear(16, 16), nn.Linear(16, CLASSES)).double()
+    expect_equal(rl.Mesh(pipe=pipe), model, of_classes, float_batches(), pipe=cut)
+
+
+def test_a_list_that_a_sequence_begins_with_is_a_list_in_its_first_stage():
+    torch.manual_seed(4)
+    model = nn.Sequential(Grows(WIDTH, WIDTH), Sums(WIDTH, 16), nn.Linear(16, CLASSES)).double()
+    expect_equal(rl.Mesh(pipe=2), model, of_classes, [([x, 1 + x], classes) for x, classes in float_batches()])
+
+
+def test_a_class_that_no_other_rank_can_find_is_refused_between_pieces():
+    own = namedtuple("own", "plain same")
+    own.__qualname__ = "make.<locals>.own"
+    model = nn.Sequential(nn.Linear(WIDTH, 16), Boxes(lambda x: own(x, x)), Sums(16, 16), nn.Linear(16, CLASSES)).double()
+    with pytest.raises(rl.ConfigError, match="a Boxes hands on a make.<locals>.own .* top of its module"):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches()))
 
 
 class Scaled(nn.Sequential):

@@ -8,14 +8,16 @@ a stage calls it. If stages are to be copied, write a function as a `partial` of
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_type
 from rankloom.parallel.pipeline.runtime import Tied
-from rankloom.parallel.wrapping import has_parameters
+from rankloom.parallel.wrapping import has_parameters, tensors_in
 
 T = TypeVar("T")
 Piece = tuple[Mapping[str, nn.Module | nn.Parameter], Callable[..., Any]]
@@ -61,26 +63,58 @@ def pieces_of(model: nn.Module, names: Iterable[str]) -> list[Piece]:
     return [({name: module}, module) for name in names for module in [model.get_submodule(name)]]
 
 
-def sequential_pieces(model: nn.Sequential) -> list[Piece]:
+def sequential_pieces(model: nn.Sequential, inputs: Callable[[], Any] | None = None) -> list[Piece]:
     """Its children, one after the other, each as often as it stands there. Those without parameters, such as activation functions, stay
-    with the one before."""
+    with the one before. In a sequence a tuple or list is one argument, and arrives in the next piece as what it was.
+
+    inputs: returns what the model is called with for the current micro-batch; left out, several tensors are a tuple
+    """
     runs: list[dict[str, nn.Module]] = [{}]
     for name, child in model._modules.items():   # `named_children` would leave out the second use of a module
         assert child is not None, "a sequence calls all that it holds"
         if has_parameters(child) and any(map(has_parameters, runs[-1].values())):
             runs.append({})
         runs[-1][name] = child
-    return [(run, partial(_run_in_turn, tuple(run.values()), run is runs[-1])) for run in runs]
+    begin = partial(_as_called, inputs)
+    return [(run, partial(_run_in_turn, tuple(run.values()), begin if run is runs[0] else _joined, run is runs[-1])) for run in runs]
 
 
-def _run_in_turn(modules: Sequence[nn.Module], is_last: bool, *values: Any) -> Any:
-    x: Any = values if len(values) > 1 else values[0]   # in a sequence a tuple is one argument
+def _run_in_turn(modules: Sequence[nn.Module], join: Callable[..., Any], is_last: bool, *values: Any) -> Any:
+    x = join(*values)
     for module in modules:
         x = module(x)
-    if isinstance(x, tuple | list) and len(x) == 1 and not is_last:
-        raise ConfigError(f"a {type(module).__name__} hands on a {type(x).__name__} of one element in an nn.Sequential; between "
-                          "the pieces of a pipeline that cannot be told from the element itself: return the element")
-    return x
+    return _apart(x, type(module).__name__) if isinstance(x, tuple | list) and x and not is_last else x
+
+
+def _as_called(inputs: Callable[[], Any] | None, *values: Any) -> Any:
+    """The values that a micro-batch begins with, as one argument."""
+    return values[0] if len(values) == 1 else values if inputs is None else _container(type(inputs()), values)
+
+
+def _apart(x: tuple[Any, ...] | list[Any], giver: str) -> tuple[Any, ...]:
+    """What is in a container, and behind it the name of its class, as a tensor of bytes; empty, so that nothing is sent, for a plain tuple.
+
+    raises: ConfigError when other ranks cannot find the class by its name
+    """
+    kind = type(x)
+    name = "" if kind is tuple else f"{kind.__module__}:{kind.__qualname__}"
+    if "<locals>" in name:
+        raise ConfigError(f"a {giver} hands on a {kind.__qualname__} in an nn.Sequential, and the rank that has the next piece cannot find "
+                          "a class that was made in a function: define it at the top of its module, or return a plain tuple")
+    device = next((value.device for value in tensors_in(x)), torch.device("cpu"))
+    return *x, torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
+
+
+def _joined(*values: Any) -> Any:
+    """What `_apart` took apart, or the one value that was in no container."""
+    if len(values) == 1:
+        return values[0]
+    *parts, name = values
+    return _container(resolve_name(bytes(name.tolist()).decode()) if name.numel() else tuple, parts)
+
+
+def _container(kind: Any, parts: Sequence[Any]) -> Any:
+    return getattr(kind, "_make", kind)(parts)   # a namedtuple takes its parts one by one, other classes in one argument
 
 
 def make_stages(pieces: Sequence[Piece], sizes: Sequence[int]) -> list[Stage]:
