@@ -208,11 +208,11 @@ class ByName(Decoder):
 
 
 class LayersByName(Decoder):
-    """Tells its layers and its head what comes in by name."""
+    """Tells its layers and its head what comes in by name, and another tensor before it."""
 
     def layers(self, x):
         for step in self.body.steps:
-            x = step(scale=0.5, x=x)
+            x = step(scale=torch.full_like(x, 0.5), x=x)
         return x
 
     def forward(self, tokens):
@@ -338,6 +338,15 @@ class NoisyBetween(Decoder):
 
 class NoisyBetweenInPlace(NoisyBetween):
     in_place = True
+
+
+class NoisyBetweenByName(NoisyBetween):
+    """Its layers are told what comes in by name, behind another tensor."""
+
+    def layers(self, x):
+        for step in self.body.steps:
+            x = F.dropout(step(scale=torch.full_like(x, 0.5), x=x), 0.5, self.training)
+        return x
 
 
 class NoisyAround(Decoder):
@@ -532,6 +541,7 @@ def test_what_layers_keep_from_call_to_call_is_put_back_after_a_trial_and_hides_
     (TwoLists, "2 lists of layers, body.steps and more"), (NoTokens, "no nn.Embedding"),
     (ByWeight, r"another output when it is cut .*: it reads parameters of a module .* two modules \(`head.weight = table.weight`\)"),
     (NoisyBetween, "NoisyBetween changes, in training, what body.steps.0 gives to the layer behind it"),
+    (NoisyBetweenByName, "changes, in training, what body.steps.0 gives to the layer behind it"),
     (NoisyBetweenInPlace, "changes, in training, what body.steps.0 gives to the layer behind it.*pipe=rl.Pipe"),
     (InADict, r"the layers of InADict return a dict, expected a tensor, or a tuple that begins with one; say where to cut"),
     (Rescales, r"Rescales changes body.steps.0.norm.weight when it is called, and no stage can change what another has"),

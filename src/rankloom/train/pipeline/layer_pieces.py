@@ -25,7 +25,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.modes import evaluating
 from rankloom.base.names import full_name, is_inside
 from rankloom.parallel.pipeline.cut import Piece
-from rankloom.parallel.tensor.layers import with_first
+from rankloom.parallel.tensor.layers import first_argument, first_parameter, with_first
 from rankloom.parallel.wrapping import has_parameters, tensors_in
 from rankloom.train.blocks.buffers import on_copies
 from rankloom.train.pipeline.trial import ADVICE, ADVICE_FOR_PIECES, ADVICE_WITH_EXAMPLE, Followed, expect_same_between_layers, try_call
@@ -101,6 +101,7 @@ class _Roles:
     """Names of modules: the layers; those used before (front) and after them (back); and those without effect on activations, which
     every piece keeps.
 
+    firsts: of each module, the name of the first parameter of its forward: what goes through the model, if all are passed by name
     extras: how many values a layer returns in a tuple after its output; None: it returns no tuple
     """
 
@@ -108,6 +109,7 @@ class _Roles:
     front: tuple[str, ...]
     back: tuple[str, ...]
     kept: tuple[str, ...]
+    firsts: Mapping[str, str]
     extras: int | None
 
 
@@ -141,10 +143,11 @@ def _find_roles(model: nn.Module, layer_list: str, trial: Any, advice: str) -> t
     """Call the model, and note the order in which it uses its modules. Returns their roles, and its output."""
     watched = {name: child for place in _path(layer_list) for name, child in _children(model, place).items()
                if name not in _path(layer_list)}
+    firsts = {name: first_parameter(child) for name, child in watched.items()}
     calls: list[tuple[str, Any, Any]] = []   # module, its first argument, its output
 
     def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, name: str) -> None:
-        calls.append((name, _stream(*args, **kwargs), output))
+        calls.append((name, first_argument(args, kwargs, firsts[name]), output))
 
     versions = {name: param._version for name, param in model.named_parameters()}
     with ExitStack() as hooks:
@@ -163,7 +166,7 @@ def _find_roles(model: nn.Module, layer_list: str, trial: Any, advice: str) -> t
     if not isinstance(outputs[0], Tensor | tuple | list):
         raise ConfigError(f"the layers of {type(model).__name__} return a {type(outputs[0]).__name__}, expected a tensor, or a tuple that "
                           f"begins with one; {ADVICE}")
-    roles = _Roles(layers, front, back, tuple(name for name in watched if name not in changes),
+    roles = _Roles(layers, front, back, tuple(name for name in watched if name not in changes), firsts,
                    len(outputs[0]) - 1 if isinstance(outputs[0], tuple | list) else None)
     lost = changes - {*roles.front, *layers, *roles.back}
     if lost:
@@ -282,7 +285,8 @@ class _PieceRange:
         last = len(roles.layers) - 1
         self.entry, self.exit = (roles.layers[min(max(piece - 1, 0), last)] for piece in (pieces[0], pieces[-1]))
         others = dict.fromkeys(roles.front, self._zeros) | dict.fromkeys(roles.layers, self._pass_through)
-        runs = {name: run for name, run in (others | dict.fromkeys(roles.back, _stream)).items() if name not in self.modules}
+        others |= dict.fromkeys(roles.back, self._stream)
+        runs = {name: partial(run, name) for name, run in others.items() if name not in self.modules}
         runs |= {name: partial(self._border_layer, name) for name in (self.entry, self.exit)}
         instead = {name: _StandIn(run, model.get_submodule(name)) for name, run in runs.items()}
         self.shells: list[nn.Module] = []
@@ -329,33 +333,31 @@ class _PieceRange:
     def _border_layer(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The layer where activations come in or go out. raises: ConfigError when a checkpoint calls it, which sees other activations"""
         given = self.modules[name].parameters() if name in self.modules else [
-            _stream(*args, **kwargs) if self.arriving is None else self.arriving]
+            self._stream(name, *args, **kwargs) if self.arriving is None else self.arriving]
         trains = any(value.requires_grad for value in given)   # frozen layers may well be called without gradients
         if (self.with_grad and not torch.is_grad_enabled() and trains) or torch._C._current_graph_task_id() != -1:
             raise ConfigError(f"{type(self.shells[0]).__name__} checkpoints {name}, a layer at the border of a stage: switch its own "
                               "checkpointing off, and give `prepare` recompute='full'")
         if name == self.entry and self.arriving is not None:
             arrived, self.arriving = self.arriving, None
-            args, kwargs = with_first(args, kwargs, lambda _: arrived)
-        output = self.modules[name](*args, **kwargs) if name in self.modules else self._pass_through(*args, **kwargs)
+            args, kwargs = with_first(args, kwargs, lambda _: arrived, self.roles.firsts[name])
+        output = self.modules[name](*args, **kwargs) if name in self.modules else self._pass_through(name, *args, **kwargs)
         if name == self.exit:
             self.leaving = output[0] if isinstance(output, tuple | list) else output
         return output
 
-    def _pass_through(self, *args: Any, **kwargs: Any) -> Any:
-        x = _stream(*args, **kwargs)
+    def _stream(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return first_argument(args, kwargs, self.roles.firsts[name])
+
+    def _pass_through(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        x = self._stream(name, *args, **kwargs)
         return x if self.roles.extras is None else (x, *[None] * self.roles.extras)
 
-    def _zeros(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _zeros(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         assert self.arriving is not None, "the front is computed, not stood in for"
-        x = next(tensors_in((*args, *kwargs.values())))   # some models pass tokens by name
+        x = next(tensors_in((self._stream(name, *args, **kwargs), *args, *kwargs.values())))   # some models pass tokens by name
         rows = x.shape[:2] if self.arriving.dim() == 3 else self.arriving.shape[:-1]   # the stream may be cut by tokens
         zeros = self.arriving.new_zeros(()).expand(*rows, self.arriving.shape[-1])
         if self.follow is not None:
             self.follow.add(zeros)
         return zeros
-
-
-def _stream(*args: Any, **kwargs: Any) -> Any:
-    """What a module was called with: its first argument, or the first tensor passed by name."""
-    return args[0] if args else next(tensors_in(tuple(kwargs.values())), None)

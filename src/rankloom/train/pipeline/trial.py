@@ -6,6 +6,7 @@ train/pipeline/layer_pieces.py cuts it, and says what a piece is.
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.errors import ConfigError, RankLost
 from rankloom.base.names import is_inside
+from rankloom.parallel.tensor.layers import first_argument, first_parameter
 from rankloom.parallel.wrapping import tensors_in
 
 READS_NO_VALUES = re.compile(r"_like|^new_|^(empty|zeros|ones|full)")   # names of operations that look at shape and dtype only
@@ -87,7 +89,8 @@ def _handed_on(model: nn.Module, layers: Sequence[str], call: Callable[[], Any])
 
     with ExitStack() as hooks:
         for layer in map(model.get_submodule, layers):
-            taking = layer.register_forward_pre_hook(lambda _, args, kwargs: note((*args, *kwargs.values())), with_kwargs=True)
+            first = partial(first_argument, name=first_parameter(layer))
+            taking = layer.register_forward_pre_hook(lambda _, args, kwargs, first=first: note(first(args, kwargs)), with_kwargs=True)
             hooks.enter_context(taking)
             hooks.enter_context(layer.register_forward_hook(lambda _, _args, output: note(output)))
         call()
