@@ -437,6 +437,27 @@ def test_several_inputs_may_be_a_list(kind):
         assert found == pytest.approx(losses, rel=BOUND) and other == pytest.approx(evaluated, rel=BOUND)
 
 
+class WithLoss(Decoder):
+    """Takes targets, and returns its loss, as models of `transformers` do with `labels`: the last stage has what it is computed of."""
+
+    def forward(self, tokens, targets):
+        return loss_of_a_dict(super().forward, (tokens, targets))
+
+
+@pytest.mark.parametrize(("pipe", "schedule"), [(2, "1f1b"), (2, "zb-v"), (4, "gpipe")])
+def test_a_model_may_compute_its_loss_itself(pipe, schedule):
+    rows = [(both, both[1]) for both in batches()]
+
+    def body(world):
+        cut = {"pipe": rl.Pipe(example=rows[0], schedule=schedule)} if world.mesh.pipe > 1 else {}
+        engine = prepare(world, WithLoss(), loss=lambda model, batch: model(*batch[0]), **cut)
+        return [engine.step(batch).loss for batch in rows], engine.evaluate(rows[:1]).loss
+
+    ((losses, evaluated),) = rl.simulate(1, body)
+    for found, other in rl.simulate(rl.Mesh(pipe=pipe), body):
+        assert found == pytest.approx(losses, rel=BOUND) and other == pytest.approx(evaluated, rel=BOUND)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_all_of_whose_stages_are_frozen_goes_along(stage):
     def body(world):

@@ -2,7 +2,8 @@
 
 A piece is a call of the whole model in which only the piece's own modules compute. Its first layer takes the output of the piece before;
 layers of other pieces return their input; embeddings return zeros without memory. So positions, masks and all else that layers get come
-from the model's own code. Consecutive pieces of a stage run in one call. Which modules come before the layers and which after is observed
+from the model's own code. The call is left behind the piece's last layer: what the model computes there, such as a loss of its own, would
+not fit. Consecutive pieces of a stage run in one call. Which modules come before the layers and which after is observed
 in a trial call, with a few tokens or an example, not guessed from names. If the pieces in a row do not give the model's output there, it
 is refused.
 
@@ -12,7 +13,7 @@ Read parallel/pipeline/cut.py before this file.
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -263,6 +264,10 @@ class _StandIn(nn.Module):
         return self._run(*args, **kwargs)
 
 
+class _Left(BaseException):
+    """Ends a call of the model, where no `except Exception` of its own stops it."""
+
+
 class _PieceRange:
     """Consecutive pieces, run in one call of the model. Piece 0 is the front, then come the layers, then the back.
 
@@ -308,15 +313,20 @@ class _PieceRange:
         for shell in self.shells:   # some models read `training` of themselves, not of their modules
             shell.training = any(module.training for module in self.modules.values())
         try:
-            result = self.shells[0].forward(*values, **self.options)
-            ends = self.pieces[-1] > len(self.roles.layers)
-            if self.arriving is not None or (self.leaving is None and not ends):
+            with suppress(_Left):
+                result = self.shells[0].forward(*values, **self.options)
+            if self.arriving is not None or (self.leaving is None and not self._ends):
                 raise ConfigError(f"{type(self.shells[0]).__name__} has not called {self.exit if self.arriving is None else self.entry}, a "
                                   "layer at the border of a stage, as it did when it was tried: no layer may be left out in training "
                                   "(layerdrop, stochastic depth); set that to 0")
-            return result if ends else self.leaving
+            return result if self._ends else self.leaving
         finally:
             self.arriving = self.leaving = None
+
+    @property
+    def _ends(self) -> bool:
+        """Whether the last piece is the back, which returns what the model does."""
+        return self.pieces[-1] > len(self.roles.layers)
 
     def _called_with(self, hidden: Tensor) -> tuple[Any, ...]:
         asked = self.inputs() if self.inputs else hidden.new_zeros(hidden.shape[:2], dtype=torch.int64)
@@ -344,6 +354,8 @@ class _PieceRange:
         output = self.modules[name](*args, **kwargs) if name in self.modules else self._pass_through(name, *args, **kwargs)
         if name == self.exit:
             self.leaving = output[0] if isinstance(output, tuple | list) else output
+            if not self._ends:
+                raise _Left
         return output
 
     def _stream(self, name: str, *args: Any, **kwargs: Any) -> Any:
