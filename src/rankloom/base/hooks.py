@@ -35,6 +35,12 @@ def is_hooked(param: Tensor) -> bool:
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
+def is_hooked_by_others(param: Tensor) -> bool:
+    """Whether the parameter has gradient hooks that `hook_gradient` has not made. They may do anything with the sum over all its uses."""
+    after = param._post_accumulate_grad_hooks or {}
+    return bool(param._backward_hooks) or not all("waits" in vars(hook) for hook in after.values())
+
+
 def hook_gradient(param: nn.Parameter, method: Callable[..., None], *args: str | int) -> None:
     """Call `method(*args, param)` whenever backward has added to the parameter's gradient, as long as the method's object lives.
 

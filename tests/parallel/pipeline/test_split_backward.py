@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradients import gradients
+from rankloom.base.hooks import hook_gradient
 from rankloom.parallel.pipeline.split_backward import deferring, finish_products
 
 
@@ -33,17 +34,39 @@ def test_both_parts_make_the_gradients_of_one(shape):
         torch.testing.assert_close(gradients(mine)[name], grad, rtol=1e-12, atol=1e-14)
 
 
-def test_gradients_are_added_to_what_is_there_and_hooks_run_with_the_second_part():
-    layer, products, seen = nn.Linear(2, 2, bias=False), [], []
-    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
+def test_gradients_are_added_to_what_is_there_and_our_hooks_run_with_the_second_part():
+    class Notes:
+        seen: list[float] = []
+
+        def note(self, param):
+            self.seen.append(param.grad.sum().item())
+
+    layer, products, notes = nn.Linear(2, 2, bias=False), [], Notes()
+    hook_gradient(layer.weight, notes.note)
     for _ in range(2):
         with deferring(products):
             out = layer(torch.ones(1, 2, requires_grad=True))
         out.sum().backward()
-        before = len(seen)
+        before = len(notes.seen)
         finish_products(products)
-        assert len(seen) == before + 1
-    assert seen == [4.0, 8.0]
+        assert len(notes.seen) == before + 1
+    assert notes.seen == [4.0, 8.0]
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_the_user_s_see_the_sum_over_all_uses_of_a_matrix_once(kind):
+    """Here one use is a look-up in a table, of which no product is made."""
+    plain, products, seen = nn.Linear(3, 3, bias=False).double(), [], []
+    mine = copy.deepcopy(plain)
+    for layer in (plain, mine):
+        getattr(layer.weight, kind)(lambda it: seen.append((it if kind == "register_hook" else it.grad).tolist()))
+    out = lambda layer: layer(layer(F.embedding(torch.tensor([0, 2]), layer.weight).tanh())).square().sum()
+    out(plain).backward()
+    with deferring(products):
+        loss = out(mine)
+    loss.backward()
+    finish_products(products)
+    assert len(seen) == 2 and seen[0] == seen[1]
 
 
 def test_no_product_is_made_twice():

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from rankloom.base.hooks import is_hooked
+from rankloom.base.hooks import is_hooked, is_hooked_by_others
 
 
 class Product(NamedTuple):
@@ -41,10 +41,11 @@ class deferring(TorchFunctionMode):
         return self._linear(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        # Not under autocast, which casts for the plain function only; not for a weight computed from others, which needs its graph; and not
-        # where the input needs no gradient, so that there is no first part; nor for a single vector, which is no product of matrices.
+        # Not under autocast, which casts for the plain function only; not for a weight computed from others, which needs its graph; not
+        # where the input needs no gradient, so that there is no first part; not for a single vector, which is no product of matrices; nor
+        # for a weight with hooks of the user's, which must see the sum over all its uses, and once.
         trained = weight.is_leaf and weight.requires_grad and input.requires_grad and torch.is_grad_enabled()
-        if not trained or min(input.dim(), weight.dim()) < 2 or torch.is_autocast_enabled(input.device.type):
+        if not trained or is_hooked_by_others(weight) or min(input.dim(), weight.dim()) < 2 or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
         out: Tensor = _Linear.apply(input, bias, [weight], self.products)   # type: ignore[no-untyped-call]
         return out
@@ -75,7 +76,7 @@ def backward_to_inputs(products: list[Product], ends: Sequence[Tensor], grads: S
 
 @torch.no_grad()
 def finish_products(products: list[Product]) -> None:
-    """Add the products to the weights' gradients, as a backward would: hooks run. Without hooks, add in place."""
+    """Add the products to the weights' gradients, as a backward would: our hooks run, once for each. Without hooks, add in place."""
     for weight, grad, x in products:
         rows, columns = grad.flatten(0, -2).T, x.flatten(0, -2).conj()   # conj is the identity for real numbers
         if weight.grad is None or is_hooked(weight):
