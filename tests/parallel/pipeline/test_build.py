@@ -86,6 +86,7 @@ def test_modules_that_are_no_pieces_are_refused_in_words():
     (dict(microbatches=True), "a schedule for microbatches=True: expected a whole number"),
     (dict(microbatches=2.0, schedule="zb-1p"), "a schedule for microbatches=2.0: expected a whole number"),
     (dict(chunks="2"), "a schedule for chunks='2': expected a whole number"),
+    (dict(memory="1 GiB"), "memory='1 GiB' is of type str, expected a number of bytes"),
 ], ids=str)
 def test_options_of_another_type_are_refused_in_words(wrong, says):
     given = dict(pieces=[({name: layer}, layer) for name in "ab" for layer in [nn.Linear(1, 1)]], loss=len, microbatches=2) | wrong

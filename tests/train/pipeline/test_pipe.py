@@ -581,12 +581,25 @@ def test_modules_without_parameters_stay_with_the_one_before():
     (dict(pieces=lambda model: None), r"pieces=None is of type NoneType, expected a list of \({name: module}, function\)"),
     (dict(pieces=lambda model: model), "piece 0 is a Linear, expected"),
     (dict(chunks="2"), "a schedule for chunks='2': expected a whole number"),
+    (dict(loss=lambda model: None), r"pipe=rl.Pipe\(loss=...\): what it returns=None cannot be called, expected a function of the output"),
+    (dict(example=float_batches()[0], memory="1 GiB"), "memory='1 GiB' is of type str, expected a number of bytes"),
 ])
 def test_a_pipe_that_is_told_nonsense_says_so(wrong, says):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     prepare = lambda world: rl.prepare(copy.deepcopy(model), loss=of_logits, optimizer=adamw, world=world, pipe=rl.Pipe(**wrong))
     with pytest.raises(rl.ConfigError, match=says):
         rl.simulate(rl.Mesh(pipe=2), prepare)
+
+
+def test_the_modules_of_a_rank_are_no_model_to_call():
+    """The first rank would return hidden states of a stage."""
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(model), loss=of_classes, optimizer=adamw, world=world)
+        with pytest.raises(rl.ConfigError, match=r"cannot call it: `step` and `evaluate` .*full_state_dict\(\)"):
+            engine.model(float_batches()[0][0])
+
+    model = plain_sequence()
+    rl.simulate(rl.Mesh(pipe=2), body)
 
 
 @pytest.mark.parametrize("mesh", [rl.Mesh(), rl.Mesh(pipe=2), rl.Mesh(pipe=2, context=2), rl.Mesh(pipe=2, tensor=2)], ids=str)

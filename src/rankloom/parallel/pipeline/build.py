@@ -1,6 +1,7 @@
 """`rl.pipeline`: from a list of pieces and the name of a schedule to this rank's part of a pipeline."""
 
 from collections.abc import Sequence
+from numbers import Real
 
 from torch import nn
 
@@ -34,6 +35,7 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     This rank trains the parameters of `pipeline.stages`. Drop the whole model to free the rest.
     """
     expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
+    expect_type("memory", memory, (Real, type(None)), "a number of bytes")
     expect_pieces(pieces)
     stages = group.size * stages_a_rank(schedule, chunks)
     if example is None and memory is not None:

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from rankloom.base.errors import ConfigError, LossError
-from rankloom.base.expect import expect_callable
+from rankloom.base.expect import expect_callable, expect_type
 from rankloom.models.gpt import GPT
 from rankloom.models.pieces import BeforeOutput, gpt_answer, gpt_pieces
 from rankloom.parallel.data import embeddings
@@ -68,6 +68,7 @@ class Pipe:
         if self.example is not None and not (isinstance(self.example, tuple | list) and len(self.example) == 2):
             raise ConfigError(f"pipe=rl.Pipe(example=...): a micro-batch has two parts, what the first stage is called with and what the "
                               f"loss compares with; this is a {type(self.example).__name__}")
+        expect_type("pipe=rl.Pipe(memory=...): memory", self.memory, (Real, type(None)), "a number of bytes")
         if self.memory is not None and self.example is None:
             raise ConfigError(f"rl.Pipe: memory={self.memory!r} has no meaning without an example to measure the pieces with")
 
@@ -85,6 +86,7 @@ class Pipe:
         def loss_of(model: Any) -> Loss:
             if pipe.loss is not None:
                 of_targets = pipe.loss(model)
+                expect_callable("pipe=rl.Pipe(loss=...): what it returns", of_targets, "a function of the output and the targets")
                 return partial(_in_format, lambda output, microbatch: of_targets(output, microbatch[1]), precision)
             names = _positional(model) if pieces is layer_pieces else []
             plain = partial(_ModelStandIn, names, pieces is sequential_pieces)

@@ -97,10 +97,18 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     mine = schedule.held_by(group.rank)
     pipeline = Pipeline({number: stages[number] for number in mine}, group, schedule, chosen.loss(model),
                         hooks=Hooks(before=running.select_microbatch, scale=lambda: running.scale))
-    body = Stage([piece for number in mine for piece in runs[number]])
+    body = _Held([piece for number in mine for piece in runs[number]])
     body.training = model.training   # the engine looks at it, as at any model's
     return LocalStages(body, pipeline, running, names, tuple(model.state_dict()),
                        {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
+
+
+class _Held(Stage):
+    """The modules of all stages of a rank. Each stage runs by itself, when the schedule says so."""
+
+    def forward(self, *values: Any) -> Any:
+        raise ConfigError("a rank of a pipeline has some stages of the model and cannot call it: `step` and `evaluate` of the engine run "
+                          "them. To generate, load engine.full_state_dict()[\"model\"] into a model of one process")
 
 
 def _expect_all_in_stages(model: nn.Module, stages: Sequence[nn.Module]) -> None:
