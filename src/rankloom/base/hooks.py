@@ -38,7 +38,7 @@ def is_hooked(param: Tensor) -> bool:
 def is_hooked_by_others(param: Tensor) -> bool:
     """Whether the parameter has gradient hooks that `hook_gradient` has not made. They may do anything with the sum over all its uses."""
     after = param._post_accumulate_grad_hooks or {}
-    return bool(param._backward_hooks) or not all("waits" in vars(hook) for hook in after.values())
+    return bool(param._backward_hooks) or not all(hasattr(hook, "waits") for hook in after.values())
 
 
 def hook_gradient(param: nn.Parameter, method: Callable[..., None], *args: str | int) -> None:

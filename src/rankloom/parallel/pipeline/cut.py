@@ -110,7 +110,9 @@ def _joined(*values: Any) -> Any:
     if len(values) == 1:
         return values[0]
     *parts, name = values
-    return _container(resolve_name(bytes(name.tolist()).decode()) if name.numel() else tuple, parts)
+    kind = resolve_name(bytes(name.tolist()).decode()) if name.numel() else tuple
+    assert isinstance(kind, type) and issubclass(kind, tuple | list), f"{kind} is no container, as `_apart` names"
+    return _container(kind, parts)
 
 
 def _container(kind: Any, parts: Sequence[Any]) -> Any:
