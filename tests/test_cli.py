@@ -292,6 +292,29 @@ def test_a_mistake_that_the_ranks_find_is_one_message_too(folder, here):
     assert "run folder: runs/bad" in done.stdout
 
 
+@pytest.fixture
+def pipe(folder):
+    """The path of a pipe with the config in it."""
+    reader, writer = os.pipe()
+    os.write(writer, TINY.encode())
+    os.close(writer)
+    yield f"/dev/fd/{reader}"
+    os.close(reader)
+
+
+def test_ranks_get_the_config_that_their_launcher_has_read_from_a_pipe(here, pipe):
+    words = ["train", pipe, "--mesh.replicate", "2", "--run.name", "two", "--train.samples", "0"]
+    done = here(*words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(Path("runs/two/env.json").read_text())["command"] == ["rankloom", *words]
+
+
+def test_a_study_of_a_pipe_is_refused_as_each_of_its_runs_reads_the_config(here, pipe):
+    done = here("scale", pipe)
+    assert done.returncode == 2 and f"error: {pipe}: is a pipe, which can be read once" in done.stderr
+    assert not Path("runs").exists()
+
+
 def test_ranks_that_all_end_with_0_before_the_summary_is_there_have_failed(folder, monkeypatch, capsys):
     monkeypatch.setattr("rankloom.world.agent.launch_ranks", lambda *words, **options: 0)
     with pytest.raises(rl.RankFailed, match=r"rank 0 ended with exit code 0 before it wrote runs/short/summary.json"):

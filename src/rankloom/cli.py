@@ -127,20 +127,21 @@ def train(file: ConfigFile, /, *overrides: Overrides) -> None:
 
             expect_steps_left(config)
         if alone and config.mesh.as_mesh().size > 1:
-            _launch_ranks(config, file, overrides)
+            _launch_ranks(config)
         else:
             _be_a_rank(config, file)
 
 
-def _launch_ranks(config: "Config", file: Path, overrides: Sequence[str]) -> None:
-    """Start the ranks of a run on this machine, each with this same command, and wait for them."""
-    from rankloom.train.run.folder import claim_run_folder, hold
+def _launch_ranks(config: "Config") -> None:
+    """Start the ranks of a run on this machine, and wait for them. They read the config in the run folder: its file may be a pipe, or be
+    edited for the next run while they start."""
+    from rankloom.train.run.folder import claim_run_folder, hold, no_empty_folder, write_run_config
     from rankloom.world.agent import launch_ranks
 
     hold(run := claim_run_folder(config, datetime.now()))
-    deterministic = f"--train.deterministic={config.train.deterministic}".lower()   # also where the overrides exclude the file's
-    words = [*overrides, f"--run.folder={run.parent}", f"--run.name={run.name}", deterministic]
-    argv, summary = [sys.executable, "-m", "rankloom", "train", str(file), *words], run / "summary.json"
+    with no_empty_folder(run):
+        argv = [sys.executable, "-m", "rankloom", "train", str(write_run_config(config, run))]
+    argv, summary = [*argv, f"--run.folder={run.parent}", f"--run.name={run.name}"], run / "summary.json"
     concluded = False
     try:
         code = launch_ranks(
@@ -224,6 +225,8 @@ def scale(
         raise ConfigError(f"rankloom scale starts the ranks of each of its runs itself: give the command without {launcher}")
     if steps <= WARM_UP_STEPS:
         raise ConfigError(f"--steps {steps}: the first {WARM_UP_STEPS} steps of a run warm up and are not counted; give more")
+    if file.is_fifo():
+        raise ConfigError(f"{file}: is a pipe, which can be read once, and each run of a study reads its config: give a file")
     config = load_config(file, overrides)
     folder = out or expanded(config.run.folder) / f"scale-{datetime.now():%Y-%m-%d-%H%M%S}"
     numbers = parse_ranks(ranks)

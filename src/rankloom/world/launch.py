@@ -4,6 +4,7 @@ The only file that reads the environment. It does not import torch, so that a co
 `init` in world/join.py builds a World from it; world/agent.py is the launcher of `rankloom train`.
 """
 
+import json
 import os
 import re
 import socket
@@ -17,7 +18,7 @@ from types import TracebackType
 from rankloom.base.errors import ConfigError
 from rankloom.world.failure import write_failure
 
-LAUNCHED = "RANKLOOM_LAUNCHED"   # set in the ranks of world/agent.py
+LAUNCHED = "RANKLOOM_LAUNCHED"   # set in the ranks of world/agent.py: the command that launched them, as JSON
 OTHER_LAUNCHERS = "start the ranks with torchrun or srun"
 FIXED_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -30,6 +31,11 @@ def debug_mode() -> bool:
 def is_launched_here() -> bool:
     """Whether the launcher of `rankloom train` has started this rank (world/agent.py)."""
     return LAUNCHED in os.environ
+
+
+def command() -> list[str]:
+    """The command that the user gave: that of the launcher, if this rank has been started by one of ours."""
+    return json.loads(os.environ.get(LAUNCHED, "null")) or sys.argv
 
 
 def restarts() -> int:
@@ -80,7 +86,7 @@ def rank_environment(ranks: int, *, deterministic: bool = False) -> dict[str, st
     wanted = {"OMP_NUM_THREADS": str(max(1, cores() // ranks)), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if deterministic:
         wanted |= FIXED_CUBLAS
-    return {name: value for name, value in wanted.items() if name not in os.environ} | {LAUNCHED: "1"}
+    return {name: value for name, value in wanted.items() if name not in os.environ} | {LAUNCHED: json.dumps(sys.argv)}
 
 
 def fix_cublas_workspace() -> None:

@@ -23,8 +23,8 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
@@ -39,6 +39,7 @@ import torch
 from rankloom.base.errors import ConfigError, StorageError
 from rankloom.base.events import Evaluated, Event, StepDone
 from rankloom.base.files import expanded, saving
+from rankloom.train.run.config import write_config
 from rankloom.train.run.schema import Config
 from rankloom.world.world import World
 
@@ -87,6 +88,23 @@ def hold(path: Path) -> None:
         raise ConfigError(f"{path}: another run is beginning in this folder; give another --run.name") from None
     except OSError:   # a file system without locks
         os.close(descriptor)
+
+
+def write_run_config(config: Config, run: Path) -> Path:
+    """Write `config.toml` of a run folder, without the name, so that it can be run again and gets a new folder; returns its path."""
+    unnamed = config.model_copy(update={"run": config.run.model_copy(update={"name": None})})
+    write_config(unnamed, run / "config.toml")
+    return run / "config.toml"
+
+
+@contextmanager
+def no_empty_folder(run: Path) -> Iterator[None]:
+    """A context that writes to a new run folder: a StorageError removes the folder if nothing has been written."""
+    try:
+        yield
+    except StorageError:
+        leave_if_empty(run)
+        raise
 
 
 def holds_run(path: Path) -> bool:

@@ -1,6 +1,5 @@
 """The fixed parts of a run on one rank: config, world, folder, data. Made once, before the first step."""
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from rankloom.base.errors import ConfigError, StorageError
+from rankloom.base.errors import ConfigError
 from rankloom.base.events import Notice, Sink
 from rankloom.comm.choose import AUTO, describe_decisions
 from rankloom.data.arrays import Tokens
@@ -20,10 +19,9 @@ from rankloom.data.loader import TokenSamples
 from rankloom.models.config import GPTConfig, MoEConfig, parameter_count
 from rankloom.parallel.equal_start import expect_same_values
 from rankloom.train.long_work import while_others_wait
-from rankloom.train.run.config import write_config
-from rankloom.train.run.folder import claim_run_folder, describe_environment, hold, leave_if_empty, write_json
+from rankloom.train.run.folder import claim_run_folder, describe_environment, hold, no_empty_folder, write_json, write_run_config
 from rankloom.train.run.schema import Config
-from rankloom.world.launch import agent_mark, is_launched_here, restarts
+from rankloom.world.launch import agent_mark, command, is_launched_here, restarts
 from rankloom.world.world import World
 
 SECONDS_BETWEEN_NOTICES = 2.0
@@ -66,22 +64,13 @@ def open_run(config: Config, world: World) -> Path:
 
 def _begin(config: Config, world: World, agents: list[str], *, again: bool) -> Path:
     path = claim_run_folder(config, datetime.now(), again=again, agents=agents)
-    if not is_launched_here():   # else the launcher holds it
-        hold(path)
-    try:
-        _write_start(config, world, path, agents)
-    except StorageError:
-        leave_if_empty(path)
-        raise
-    return path
-
-
-def _write_start(config: Config, world: World, path: Path, agents: list[str]) -> None:
-    # Without its name, so that this config can be run again and gets a new folder.
-    unnamed = config.model_copy(update={"run": config.run.model_copy(update={"name": None})})
-    write_config(unnamed, path / "config.toml")
     batch = {"local": config.batch().local, "accumulate": config.batch().accumulate, "global": config.batch().global_}
-    write_json(path / "env.json", describe_environment(world, sys.argv) | {"batch": batch, "agents": agents})
+    with no_empty_folder(path):
+        if not is_launched_here():   # else the launcher holds it, and this rank has the config from there
+            hold(path)
+            write_run_config(config, path)
+        write_json(path / "env.json", describe_environment(world, command()) | {"batch": batch, "agents": agents})
+    return path
 
 
 def open_corpus(config: Config, world: World, sink: Sink) -> Corpus:
