@@ -95,7 +95,7 @@ def test_none_takes_a_key_back_to_being_left_out(file):
         ("train = 3\n", "train.toml [train]: must be a section of `key = value` lines"),
         ("\n\nsteps 2\n", "train.toml: not valid TOML: Expected '=' after a key in a key/value pair (at line 3, column 7): steps 2"),
         ("[train]\nsteps = 2\nsteps = 3\n", "train.toml: not valid TOML: Cannot overwrite a value (at line 3, column 10): steps = 3"),
-        ("", "train.toml [train]: is missing"),
+        ("", "train.toml [train]: give local_batch_size or global_batch_size"),
     ],
 )
 def test_a_mistake_in_the_file_names_file_section_key_and_cure(file, text, message):

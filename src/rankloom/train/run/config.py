@@ -296,7 +296,7 @@ def _line(loc: tuple[str, ...], details: list[ErrorDetails], where: str, flags: 
     if kind == "value_error" and len(loc) < 2:
         return f"{place}: {expected}"
     if len(loc) < 2:
-        return f"{place}: {'is missing; it ' if kind == 'missing' else ''}must be a section of `key = value` lines"
+        return f"{place}: must be a section of `key = value` lines"
     return f"{place}: {loc[1]} = {details[0]['input']!r}: {expected}"
 
 

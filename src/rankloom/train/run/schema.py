@@ -300,7 +300,7 @@ class Config(ConfigSection):
     mesh: MeshSection = MeshSection()
     model: Model = Model()
     data: Data = Data()
-    train: Train
+    train: Train = Field(default_factory=dict, validate_default=True)   # which says what is missing
     optimizer: Optimizer = Optimizer()
     schedule: LRSchedule = LRSchedule()
     comm: Comm = Comm()
