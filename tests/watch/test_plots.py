@@ -50,6 +50,15 @@ def test_a_step_without_a_finite_loss_is_left_out(tmp_path, drawn):
     assert list(line.get_xdata()) == [1, 2, 4, 5] and line.get_label() == "training, each step (1 without a finite loss)"
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("losses", [[1e308] * 50, [1.7e308, -1.7e308] * 20])
+def test_losses_near_the_largest_number_are_drawn_too(tmp_path, drawn, losses):
+    events = [{"event": "StepDone", "step": i, "loss": loss} for i, loss in enumerate(losses, 1)]
+    events += [{"event": "Evaluated", "step": 1, "loss": loss} for loss in (losses[0], None)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert plot_loss(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_run_of_one_step_is_a_point_at_a_whole_number(tmp_path, drawn):
     (tmp_path / "metrics.jsonl").write_text('{"event": "StepDone", "step": 1, "loss": 5.5}\n')
     plot_loss(tmp_path)

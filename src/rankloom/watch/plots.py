@@ -4,7 +4,7 @@ Figures are made without pyplot, so there is no window, no backend and no global
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil, floor, log2
+from math import ceil, floor, log2, nan
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -23,6 +23,7 @@ from rankloom.watch.scaling import Row
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"   # distinct for colour-blind readers, too
 COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#8B5A2B", GREY)
 MARKERS = "osD^vPX*"
+HIGHEST = 1e290   # a loss of more is drawn there: sums of it would not be finite, here and in matplotlib
 TITLE_WIDTH = 40   # characters; the title of a run with a longer name gets a second line
 
 
@@ -46,17 +47,21 @@ def plot_loss(run: Path) -> Path:
 
 
 def _draw_losses(axes: Axes, history: History) -> None:
-    points = [(step["step"], step["loss"]) for step in history.steps if step["loss"] is not None]
+    points = [(step["step"], _drawable(step["loss"])) for step in history.steps if step["loss"] is not None]
     steps, losses, lost = [x for x, _ in points], [y for _, y in points], len(history.steps) - len(points)
     each = "training, each step" + (f" ({lost} without a finite loss)" if lost else "")
     axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=1, label=each)
     axes.plot(steps, smooth(losses), "o" if len(points) == 1 else "-", color=BLUE, linewidth=2, label="training, smoothed")
     if history.evaluations:
         at = [event["step"] for event in history.evaluations]
-        axes.plot(at, [event["loss"] for event in history.evaluations], "o-", color=ORANGE, label="validation")
+        axes.plot(at, [_drawable(event["loss"]) for event in history.evaluations], "o-", color=ORANGE, label="validation")
     trigram = history.summary.get("trigram_loss")
     if trigram is not None:
         axes.axhline(trigram, color=GREEN, linestyle="--", label=f"trigram model, validation: {trigram:.3f}")
+
+
+def _drawable(loss: float | None) -> float:
+    return nan if loss is None else min(max(loss, -HIGHEST), HIGHEST)
 
 
 def plot_scaling(rows: list[Row], path: Path, title: str) -> Path:
