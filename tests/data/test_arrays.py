@@ -32,14 +32,14 @@ def test_a_bin_file_alone_is_uint16(tmp_path):
     assert open_tokens(tmp_path / "t.bin").tolist() == [1, 2, 65535]
 
 
-@pytest.mark.parametrize("bad", [9, -1])
-def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path, bad, monkeypatch):
+@pytest.mark.parametrize(("bad", "cure"), [(9, "raise data.vocab_size"), (-1, "it may mark what is no text")])
+def test_a_token_outside_the_vocabulary_is_named_with_its_place_and_a_cure(tmp_path, bad, cure, monkeypatch):
     monkeypatch.setattr(arrays, "_BLOCK", 4)
     tokens = np.arange(9, dtype=np.int32)
     tokens[6] = bad
     np.save(tmp_path / "t.npy", tokens)
     open_tokens(tmp_path / "t.npy")
-    with pytest.raises(DataError, match=rf"t.npy: token {bad} at position 6 .*0 to 8"):
+    with pytest.raises(DataError, match=rf"t.npy: token {bad} at position 6 .*0 to 8; .*{cure}"):
         open_tokens(tmp_path / "t.npy", 9)
 
 

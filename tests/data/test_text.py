@@ -81,11 +81,12 @@ def test_a_compressed_file_is_called_so_and_not_text_in_another_encoding(tmp_pat
             list(documents(path))
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("encoding", [f"utf-{bits}{order}" for bits in (16, 32) for order in ("", "-le", "-be")])
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
-def test_utf_16_is_named_with_or_without_a_byte_order_mark(tmp_path, encoding, name):
+def test_utf_16_and_32_are_named_with_or_without_a_byte_order_mark(tmp_path, encoding, name):
     (tmp_path / name).write_bytes('{"text": "some text"}\n'.encode(encoding))
-    with pytest.raises(DataError, match=rf"{name}.*: UTF-16, not UTF-8. Convert it first, for example: iconv -f utf-16"):
+    kind = encoding[:6]
+    with pytest.raises(DataError, match=rf"{name}.*: {kind.upper()}, not UTF-8. Convert it first, for example: iconv -f {kind} "):
         list(documents(tmp_path / name))
 
 

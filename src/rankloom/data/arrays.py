@@ -77,7 +77,9 @@ def _check_range(tokens: Tokens, vocab_size: int, path: Path, progress: Progress
         low, high = int(block.min()), int(block.max())
         if low < 0 or high >= vocab_size:
             worst = start + int(block.argmin() if low < 0 else block.argmax())
+            cure = ("no tokenizer makes such a token: it may mark what is no text, as -100 often does; leave these out" if low < 0 else
+                    "raise data.vocab_size, or use the tokenizer that made this array")
             raise DataError(f"{path}: token {int(tokens[worst])} at position {worst} is outside the vocabulary "
-                            f"0 to {vocab_size - 1}; raise data.vocab_size, or use the tokenizer that made this array")
+                            f"0 to {vocab_size - 1}; {cure}")
         if progress:
             progress("check tokens", min(1.0, (start + len(block)) / len(tokens)))

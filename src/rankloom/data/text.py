@@ -201,8 +201,8 @@ def _json_text(line: bytes, place: str, start: int) -> str:
 
 
 def _decode(data: bytes, place: str, start: int) -> str:
-    if start == 0 and _is_utf_16(data[:64]):
-        raise DataError(f"{place}: UTF-16, not UTF-8. Convert it first, for example: iconv -f utf-16 -t utf-8")
+    if start == 0 and (wide := _wide_encoding(data[:64])):
+        raise DataError(f"{place}: {wide.upper()}, not UTF-8. Convert it first, for example: iconv -f {wide} -t utf-8")
     try:
         return data.removeprefix(b"\xef\xbb\xbf").decode() if start == 0 else data.decode()
     except UnicodeDecodeError as error:
@@ -213,9 +213,13 @@ def _decode(data: bytes, place: str, start: int) -> str:
                         "Convert it first, for example: iconv -f latin1 -t utf-8") from error
 
 
-def _is_utf_16(begin: bytes) -> bool:
-    """Whether it has the byte order mark of UTF-16, or every other byte is zero, which is valid UTF-8, too."""
-    return begin.startswith((b"\xff\xfe", b"\xfe\xff")) or (len(begin) > 3 and any(begin[::2]) != any(begin[1::2]))
+def _wide_encoding(begin: bytes) -> str:
+    """utf-32 or utf-16, if it has the mark of one, or the zeros that either has in most texts, which are valid UTF-8, too; else nothing."""
+    first, second, third, fourth = (any(begin[at::4]) for at in range(4))
+    if len(begin) > 3 and (first or second) != (third or fourth):
+        return "utf-32"
+    is_half_zero = len(begin) > 3 and (first or third) != (second or fourth)
+    return "utf-16" if is_half_zero or begin.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
 
 
 BUILT_IN: dict[str, Callable[[], Iterator[Document]]] = {"stdlib": _stdlib, "shakespeare": _shakespeare}
