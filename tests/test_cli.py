@@ -228,6 +228,8 @@ def test_one_rank_trains_in_this_process_and_generate_reads_its_run(one_rank, he
     text = without(["torch._dynamo"], *words).stdout   # the compiler, which takes as long to import as torch itself
     assert text.startswith("the q")
     assert text == here(*words).stdout, "the same seed, the same text, in any process"
+    words[3] = "- the q"
+    assert here(*words).stdout.startswith("- the q"), "it is no option"
 
 
 def test_generate_does_not_say_of_a_run_whose_tokenizer_is_lost_that_it_was_trained_without_one(one_rank, here, folder):

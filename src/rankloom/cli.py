@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 SHOW_CURSOR = "\x1b[?25h"   # a rank that was killed while drawing leaves it hidden
 ConfigFile = Annotated[Path, Parameter(allow_leading_hyphen=True)]   # a key in its place is told so
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True)]
+Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]   # a text may begin so
 Whole = Annotated[int, Parameter(converter=whole_number)]   # cyclopts itself rounds 8.5
 
 app = App(
@@ -440,7 +441,7 @@ def layout(*settings: Overrides, ranks: Whole | None = None, ranks_per_host: Who
 
 @app.command
 def generate(
-    run: Path, /, *, prompt: str = "", max_tokens: Whole = 200, temperature: float = 0.8, top_k: Whole = 50, seed: Whole = 0
+    run: Path, /, *, prompt: Prompt = "", max_tokens: Whole = 200, temperature: float = 0.8, top_k: Whole = 50, seed: Whole = 0
 ) -> None:
     """Continue a text with a trained model.
 
