@@ -179,6 +179,12 @@ def test_a_rank_that_is_not_among_the_ranks_is_refused(rank, size):
         find_place({"RANK": rank, "WORLD_SIZE": size})
 
 
+@pytest.mark.parametrize(("local_rank", "local_size"), [("4", "4"), ("-1", "4"), ("0", "0")])
+def test_a_rank_that_is_not_among_the_ranks_of_its_host_is_refused(local_rank, local_size):
+    with pytest.raises(ConfigError, match=f"rank 5: LOCAL_RANK is {local_rank} and LOCAL_WORLD_SIZE is {local_size}; "):
+        find_place(TORCHRUN | {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size})
+
+
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_debug_mode_is_switched_by_one_variable(monkeypatch, value, on):
     monkeypatch.setenv("RANKLOOM_DEBUG", value)

@@ -143,6 +143,9 @@ def find_place(env: dict[str, str] | None = None) -> Place:
         raise ConfigError("of the environment variables RANK and WORLD_SIZE only one is set; a launcher sets both")
     if "RANK" in env:
         rank, size, local_rank, local_size = _numbers(env, torchrun)
+        if "LOCAL_WORLD_SIZE" in env and not 0 <= local_rank < local_size:
+            raise ConfigError(f"rank {rank}: LOCAL_RANK is {local_rank} and LOCAL_WORLD_SIZE is {local_size}; the ranks of a host go from "
+                              "0 to LOCAL_WORLD_SIZE - 1")
         # Some launchers do not set GROUP_RANK. Ranks of a node have consecutive numbers, so its first rank identifies the node.
         return _checked(Place("torchrun", rank, size, local_rank, local_size, *_numbers(env, {"GROUP_RANK": rank - local_rank})))
     if env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":   # before Slurm: mpirun may start its ranks from a Slurm step of one task per node
