@@ -31,9 +31,15 @@ def test_a_last_line_cut_by_a_kill_is_left_out(tmp_path):
     assert read_history(tmp_path).steps == [STEP]
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path):
-    write(tmp_path, STEP, tail='oops\n{"event": "StepDone"}\n')
-    with pytest.raises(DataError, match=r"metrics.jsonl:2: not a JSON object"):
+@pytest.mark.parametrize(("damaged", "how"), [
+    (b"oops", "not a JSON object"), (b'"oops"', "not a JSON object"), (b'{"loss": 2.0, "s\xf4ep": 7}', "not a JSON object"),
+    (b'{"event": "Evaluated", "loss": 2.0, "stdp": 7}', "lacks the step or its loss"),
+])
+def test_a_damaged_line_in_the_middle_is_named(tmp_path, damaged, how):
+    write(tmp_path, STEP)
+    with (tmp_path / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(damaged + b'\n{"event": "StepDone"}\n')
+    with pytest.raises(DataError, match=rf"metrics.jsonl:2: {how}; the file is damaged"):
         read_history(tmp_path)
 
 

@@ -29,7 +29,7 @@ def read_history(run: Path) -> History:
     """
     path = run / "metrics.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); is {run} a run folder?") from None
     events = [_event(path, number, line) for number, line in enumerate(lines[:-1], 1)]
@@ -40,13 +40,15 @@ def read_history(run: Path) -> History:
     )
 
 
-def _event(path: Path, number: int, line: str) -> dict[str, Any]:
+def _event(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         event = json.loads(line)
     except ValueError:
         event = None
     if not isinstance(event, dict):
         raise DataError(f"{path}:{number}: not a JSON object; the file is damaged")
+    if event.get("event") in ("StepDone", "Evaluated") and not {"step", "loss"} <= event.keys():
+        raise DataError(f"{path}:{number}: lacks the step or its loss; the file is damaged")
     return event
 
 
