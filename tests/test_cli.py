@@ -372,6 +372,16 @@ def test_a_study_under_a_launcher_is_told_to_go_without_it(folder, monkeypatch):
     assert not Path("runs").exists()
 
 
+def test_a_closed_terminal_ends_a_study_and_its_run(folder, monkeypatch):
+    """The signal may come to the study alone, as from `kill -HUP`."""
+    def closed(argv):
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr(cli, "_run_child", closed)
+    with pytest.raises(SystemExit, match="^129$"):
+        cli.scale(Path("train.toml"), ranks="1")
+
+
 @pytest.mark.parametrize(("ends", "raised", "said"), [
     ("sys.exit(2)", SystemExit, "^2$"), ("os.kill(os.getpid(), 9)", rl.RankFailed, "was killed by signal 9"),
 ])

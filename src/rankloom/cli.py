@@ -26,7 +26,7 @@ from rankloom.base.files import expanded, make_folder
 from rankloom.base.text import not_drawn, printable, show_any_text, whole_number
 from rankloom.watch.progress import Progress, Screen, is_closed
 from rankloom.world.launch import cores, debug_mode, find_place, forget_plot_backend, record_failure
-from rankloom.world.leave import leave_at_once, leaving_on_signals
+from rankloom.world.leave import handling_stop_signals, leave_at_once, leaving_on_signals
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -234,10 +234,10 @@ def scale(
     threads = max(1, cores() // numbers[-1])
     plans = plan_study(file, overrides, numbers, steps=steps, weak=weak, threads=threads, folder=folder)
     make_folder(folder, "--out")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))   # so that SIGTERM also ends the run
-    for n, words in plans.items():
-        print(f"--- {n} {'rank' if n == 1 else 'ranks'}")
-        _run_child([sys.executable, "-m", "rankloom", "train", str(file), *words])
+    with handling_stop_signals(lambda number, frame: sys.exit(128 + number)):   # which ends the run, too
+        for n, words in plans.items():
+            print(f"--- {n} {'rank' if n == 1 else 'ranks'}")
+            _run_child([sys.executable, "-m", "rankloom", "train", str(file), *words])
     rows = scaling_rows([measure(folder / f"ranks-{n}", n) for n in plans])
     _show_scaling(rows, folder, title_of(config.model.preset, rows, weak=weak))
 
