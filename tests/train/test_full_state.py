@@ -70,6 +70,43 @@ def test_adamw_goes_on_from_a_state_of_adam_as_torch_s_own_does(mesh, stage, way
             torch.testing.assert_close(model[name], value, rtol=1e-12, atol=1e-14)
 
 
+class WithNothing(nn.Linear):
+    """Has a parameter without elements, too."""
+
+    def __init__(self):
+        super().__init__(6, 3, dtype=torch.float64)
+        self.nothing = nn.Parameter(torch.empty(0, 6, dtype=torch.float64))
+
+    def forward(self, x):
+        return super().forward(torch.cat([x, self.nothing]))
+
+
+@pytest.mark.parametrize("deterministic", [False, 2])
+@pytest.mark.parametrize("stages", [(0, 0), (2, 0), (0, 2)], ids=str)
+@pytest.mark.parametrize("way", ["full_state_dict", "save"])
+def test_momentum_goes_on_where_a_parameter_has_no_elements(stages, way, deterministic, tmp_path):
+    """torch's fused SGD fails where it has a momentum of some gradients and none of others."""
+    rows = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(4)]
+    start = WithNothing()
+
+    def body(world):
+        first, then = [rl.prepare(copy.deepcopy(start), loss=lambda model, x: (model(x).square().sum(), len(x)), world=world, stage=stage,
+                                  optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+                                  deterministic=deterministic) for stage in stages]
+        share = lambda x: x.tensor_split(world.size)[world.rank]
+        for x in rows[:2]:
+            first.step(share(x))
+        if way == "save":
+            first.save(tmp_path / "step")
+            then.load(tmp_path / "step")
+        else:
+            then.load_full_state_dict(first.full_state_dict())
+        never_stopped, gone_on = [[engine.step(share(x)).loss for x in rows[2:]] for engine in (first, then)]
+        assert gone_on == pytest.approx(never_stopped, rel=1e-12)
+
+    rl.simulate(2, body)
+
+
 def remembered(state: dict) -> dict:
     """What the run remembers beside tensors of the model's."""
     return state["optimizer"]["run"]

@@ -185,6 +185,9 @@ class ReplicatedPlacement(Placement):
         with self._waiting():
             summed, alike = self._reducer.finish(totals, mark)
         assert summed is not None, "the reducer lost the totals"
+        for owner in self.owners.values():
+            if not owner.numel():   # as in a slice: no state is kept of nothing, and fused kernels want it of all gradients or of none
+                owner.grad = None
         return summed, alike
 
     @contextmanager
