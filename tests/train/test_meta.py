@@ -195,6 +195,39 @@ def test_modules_that_fill_themselves_draw_the_whole_whatever_is_cut_out_of_it(s
             assert all(torch.equal(state[name], expected[name]) for name in state)
 
 
+class Resets(Net):
+    """Has a parameter of its own, and fills all modules inside of it, too; a second time, and its head otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(8))
+
+    def reset_parameters(self) -> None:
+        for module in (self.words, self.norm, self.kept, *self.blocks[0].children(), *self.blocks[1].children()):
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        with torch.no_grad():
+            self.words.weight.fill_(1.0)
+            self.kept.weight.fill_(1.0)
+            self.scale.normal_()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_module_that_fills_those_inside_of_it_changes_none_of_their_values(stage):
+    def body(world, kind):
+        with torch.device("meta"):
+            model = kind()
+        if kind is Resets:
+            model.kept = seeded(2)(lambda: nn.Linear(8, 8))()
+        return prepared(world, stage, model, seed=5).full_state_dict()["model"]
+
+    plain, kept = rl.simulate(1, lambda world: body(world, Net))[0], seeded(2)(lambda: nn.Linear(8, 8))()
+    for mesh in (rl.Mesh(), rl.Mesh(shard=2), rl.Mesh(tensor=2)):
+        for state in rl.simulate(mesh, lambda world: body(world, Resets)):
+            assert all(torch.equal(state[name], value) for name, value in plain.items())
+            assert torch.equal(state["kept.weight"], kept.weight) and state["scale"].std() > 0.1
+
+
 @pytest.mark.parametrize("mesh", [rl.Mesh(tensor=2), rl.Mesh(shard=2, tensor=2), rl.Mesh(replicate=2, tensor=2)], ids=str)
 def test_what_rank_0_draws_counts_for_all_parts(mesh):
     def body(world):

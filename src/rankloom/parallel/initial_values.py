@@ -43,7 +43,8 @@ class InitialValues:
         self.problems: list[str] = []
         self._unfilled: list[str] = []
         firsts: dict[int, str] = {}
-        places = [(full_name(prefix, key), _copy(module), key, tensor)
+        twins = _twins(model)
+        places = [(full_name(prefix, key), twins[module], key, tensor)
                   for prefix, module in model.named_modules(remove_duplicate=False)
                   for key, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None]
         self._first = {name: firsts.setdefault(id(tensor), name) for name, _, _, tensor in places}
@@ -122,8 +123,22 @@ class FirstValues:
         return "\n".join(filter(None, (self.make.problem, *tied))) or None
 
 
+def _twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Each module as it is now, as cutting the model will change its attributes; all tensors on the meta device.
+
+    What the `reset_parameters` of one writes to those inside of it, or asks them to do, is lost: each fills its own tensors.
+    """
+    twins = {module: _copy(module) for module in model.modules()}
+    for twin in twins.values():
+        vars(twin)["_modules"] = {key: child and twins[child] for key, child in twin._modules.items()}
+        for held in (twin._parameters, twin._buffers):
+            held.update({key: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)   # type: ignore[misc]
+                         for key, tensor in held.items() if tensor is not None and not tensor.is_meta})
+    return twins
+
+
 def _copy(module: nn.Module) -> nn.Module:
-    """The module as it is now, with the same tensors: cutting the model will change its attributes."""
+    """The module, with the same tensors."""
     twin = object.__new__(type(module))
     vars(twin).update(vars(module) | {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)})
     return twin
