@@ -1,4 +1,4 @@
-"""A budget of bytes measures every block, also where blocks look alike."""
+"""A budget of bytes measures every block, also where blocks look alike; and what buffers a block may have."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from gradients import expect_equal, gradients
 from rankloom.models.loss import language_model_loss
 from rankloom.train import recompute as module
+from rankloom.train.blocks.activation_offload import offload_activations
 from rankloom.train.blocks.forward_cost import Trace
 from rankloom.train.recompute import recompute
 
@@ -63,8 +65,8 @@ class Windowed(nn.Module):
         return x + torch.sin(self.layer(x) * self.scales).sum(0)
 
 
-def run(model, extra=()):
-    x = torch.ones(64, 8, requires_grad=True)
+def run(model, extra=(), rows=64):
+    x = torch.ones(rows, 8, requires_grad=True)
     for i, block in enumerate(model):
         x = block(x, *(extra[i:i + 1]))
     return x
@@ -120,3 +122,37 @@ def test_each_block_is_measured_once_in_each_forward_of_the_first_step_and_not_i
 
     rl.simulate(1, body)
     assert len(measured) == 3   # the plan is made in the first backward, before the second forward
+
+
+class OverGraph(nn.Module):
+    """Adds up neighbours, by a sparse buffer, which it changes in place if it is told to."""
+
+    def __init__(self, layout, grows):
+        super().__init__()
+        self.layer, self.grows = nn.Linear(8, 8), grows
+        self.register_buffer("edges", (torch.eye(8) + torch.eye(8).roll(1, 0)).to_sparse(layout=layout))
+
+    def forward(self, x):
+        x = x + torch.sparse.mm(self.edges.clone(), torch.sin(self.layer(x)))   # a clone: backward needs the values of now
+        if self.grows and self.training:
+            with torch.no_grad():
+                self.edges.values().mul_(1.5)   # which no version counts
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("grows", [False, True], ids=["constant", "changed"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("policy", ["full", "selective", "1 MiB", "1 KiB", "offload"])
+def test_a_block_may_have_a_sparse_buffer(policy, layout, grows):
+    def trained(policy):
+        torch.manual_seed(0)
+        model = nn.ModuleList(OverGraph(layout, grows) for _ in range(3))
+        offload_activations(model, small=1) if policy == "offload" else recompute(model, policy)
+        for _ in range(2):
+            run(model, rows=8).sum().backward()
+        return gradients(model), [block.edges.values() for block in model]
+
+    (mine, edges), (theirs, wanted) = trained(policy), trained("none")
+    expect_equal(mine, theirs)
+    assert all(map(torch.equal, edges, wanted))

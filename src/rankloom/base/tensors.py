@@ -89,6 +89,15 @@ def bytes_of(x: Tensor) -> Tensor:
     return as_bytes(x.detach().resolve_conj().resolve_neg().contiguous()).view(-1)
 
 
+def strided_parts(x: Tensor) -> list[Tensor]:
+    """The strided tensors that hold `x`: itself; of a sparse tensor its indices and values. Of other layouts none."""
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [x.crow_indices(), x.col_indices(), x.values()]
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [x.ccol_indices(), x.row_indices(), x.values()]
+    return [x] if x.layout is torch.strided else [x._indices(), x._values()] if x.layout is torch.sparse_coo else []
+
+
 def digest(x: Tensor) -> str:
     """A hash of every bit, to compare tensors by."""
     return hashlib.sha256(bytes_of(x.detach().cpu()).numpy().tobytes()).hexdigest()

@@ -16,7 +16,7 @@ from rankloom.base.alike import first_difference
 from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import keeps, waiting_for
-from rankloom.base.tensors import bytes_of, keep_until_read, overwrite
+from rankloom.base.tensors import bytes_of, keep_until_read, overwrite, strided_parts
 from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.buffers import address_of
 from rankloom.parallel.guards import is_sharded
@@ -170,14 +170,7 @@ def _sparse_values(x: Tensor) -> str:
     """A checksum of a sparse tensor, in words; empty for others. It is not sent from rank 0: its size may differ by rank."""
     if x.layout is torch.strided:
         return ""
-    if x.layout is torch.sparse_coo:
-        x = x.detach().coalesce()
-        parts = [x.indices(), x.values()]
-    elif x.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [x.crow_indices(), x.col_indices(), x.values()]
-    elif x.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [x.ccol_indices(), x.row_indices(), x.values()]
-    else:
+    if not (parts := strided_parts(x.detach().coalesce() if x.layout is torch.sparse_coo else x.detach())):
         return f" {x.layout}"
     return f" sparse, of checksum {crc32(torch.cat([bytes_of(part.cpu()) for part in parts]).numpy().tobytes()):x}"
 

@@ -62,7 +62,7 @@ class Offload:
     def visit(self, given: Any) -> "Visit":
         """A forward of a block begins. Frees the device memory of the visit before the last. given: the arguments"""
         with torch._C.DisableTorchFunctionSubclass():   # for tensors in flight too: this need not wait
-            stay = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.buffers())}
+            stay = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.buffers()) if t.layout is torch.strided}
         stay |= {t.untyped_storage()._cdata for t in tree_leaves(given) if _plain(t) and not t.requires_grad}
         visit = Visit(self, stay, self._recent[-1] if self._recent else None)
         self._recent.append(ref(visit))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.names import full_name
-from rankloom.base.tensors import version_of
+from rankloom.base.tensors import strided_parts, version_of
 
 Values = dict[str, Tensor | None]   # name of a buffer -> value; None: the buffer is None
 
@@ -46,7 +46,7 @@ class Before:
         for name, value in self.values.items():
             old, new = self._buffers[name], now.get(name)
             written = old is not new or (old is not None and self._versions[name] != version_of(old))
-            if written or (compare and value is not None and new is not None and not torch.equal(value, new)):
+            if written or (compare and value is not None and new is not None and not _equal(value, new)):
                 known.add(name)
         known |= statistics(self._block)
         return {name: value for name, value in self.values.items() if name in known}
@@ -79,6 +79,10 @@ def _copies(values: Mapping[str, Tensor | None]) -> Values:
     """Copies; a buffer with two names is copied once."""
     made = {id(value): value.detach().clone() for value in values.values() if value is not None}
     return {name: None if value is None else made[id(value)] for name, value in values.items()}
+
+
+def _equal(value: Tensor, new: Tensor) -> bool:
+    return value.layout is new.layout and all(map(torch.equal, strided_parts(value), strided_parts(new)))
 
 
 def statistics(block: nn.Module) -> set[str]:
