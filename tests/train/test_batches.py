@@ -131,10 +131,12 @@ def test_what_is_no_tensor_and_has_an_entry_for_each_row_is_cut_with_the_rows():
     assert [column.tolist() for key in ("columns", "numpy columns") for column in second[key]] == [[2]] * 6
 
 
-def test_a_row_alone_comes_twice_where_halves_are_asked_for():
-    batch = (torch.arange(1), ["a"], np.arange(1), torch.ones(1, 1).to_sparse())
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+def test_a_row_alone_comes_twice_where_halves_are_asked_for(layout):
+    batch = (torch.arange(1), ["a"], np.arange(1), torch.ones(1, 1).to_sparse(layout=layout))
     whole, *halves = with_halves(batch, 1, 0)
-    assert whole[0].tolist() == [0, 0] and whole[1] == ["a", "a"] and whole[2].tolist() == [0, 0] and whole[3].shape == (2, 1)
+    assert whole[0].tolist() == [0, 0] and whole[1] == ["a", "a"] and whole[2].tolist() == [0, 0]
+    assert whole[3].shape == (2, 1) and whole[3].layout is layout
     assert [half[1] for half in halves] == [["a"], ["a"]]
     whole, *halves = with_halves((torch.arange(4), ["a", "b", "c", "d"]), 3, 0)
     assert whole[1] == ["a", "b", "c"] and [half[1] for half in halves] == [["a", "b"], ["c"]]
@@ -348,7 +350,11 @@ def test_rows_that_are_no_tensors_are_dealt_to_nobody_and_every_rank_says_so():
 
     assert rl.simulate(2, lambda world: body(world, [2, 2])) == [[0, 1], [2, 3]]
     for said in rl.simulate(2, lambda world: body(world, [1, 3])):
-        assert "rank 1 brings rows that are no tensors" in said and "brought [1, 3] rows where deterministic training wants [2, 2]" in said
+        assert "rank 1 brings rows that are no dense tensors" in said
+        assert "brought [1, 3] rows where deterministic training wants [2, 2]" in said
+    sparse = lambda rank: torch.eye(4)[:1 + 2 * rank].to_sparse()
+    with pytest.raises(rl.BatchError, match="rank 0 brings rows that are no dense tensors"):
+        rl.simulate(2, lambda world: deal_shards(sparse(world.rank), world, 4))
 
 
 def test_rows_that_lie_right_already_do_not_travel():

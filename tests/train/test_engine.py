@@ -581,7 +581,7 @@ def test_captions_go_with_their_rows_into_micro_batches_and_stay_with_them_where
     for cut, more in [([8], {"accumulate": 4}), ([3, 5], {}), ([4, 4], {"deterministic": 4})]:
         for state in rl.simulate(len(cut), partial(body, cut=cut, **more)):
             torch.testing.assert_close(state, one, rtol=RTOL, atol=0)
-    quickly(2, partial(body, cut=[3, 5], deterministic=4), rl.BatchError, match=r"rank 0 brings rows that are no tensors .*\[4, 4\]")
+    quickly(2, partial(body, cut=[3, 5], deterministic=4), rl.BatchError, match=r"rank 0 brings rows that are no dense tensors .*\[4, 4\]")
 
 
 def test_an_iterator_over_another_number_of_micro_batches_is_refused():

@@ -44,11 +44,12 @@ def test_rows_dealt_by_the_rank_in_the_world_are_refused_before_the_first_step(a
 
 
 @pytest.mark.parametrize("p", [1, 2])
-@pytest.mark.parametrize("more", [{}, {"accumulate": 2}], ids=str)
-def test_a_sparse_tensor_is_a_batch(p, more):
+@pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"deterministic": 2}], ids=str)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+def test_a_sparse_tensor_is_a_batch(p, more, layout):
     def body(world):
         engine = prepare(nn.Linear(4, 1), world, lambda model, x: (model(x.to_dense()).square().sum(), len(x)), **more)
-        return engine.step(torch.eye(4).roll(world.rank, 1).to_sparse()).count
+        return engine.step(torch.eye(4).roll(world.rank, 1).to_sparse(layout=layout)).count
 
     assert rl.simulate(p, body) == [4 * p] * p
 

@@ -25,6 +25,8 @@ from rankloom.base.errors import BatchError
 from rankloom.base.shares import chunk_sizes, share
 from rankloom.world.group import Group
 
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+
 
 class MicroBatches(list[Any]):
     """A batch that the user has already cut into micro-batches."""
@@ -219,18 +221,20 @@ def laid_out_anew(x: Tensor) -> Tensor:
     """A contiguous copy at an address of its own. Kernels may round differently for other strides and alignments, and without a copy
     the alignment would depend on how many rows other ranks have.
     """
-    return x.clone(memory_format=torch.contiguous_format)
+    return x.clone() if x.layout in SPARSE else x.clone(memory_format=torch.contiguous_format)
 
 
 def _rows(x: Any, first: int, end: int) -> Any:
-    if isinstance(x, Tensor) and x.is_sparse:   # sparse tensors cannot be sliced
-        return x.index_select(0, torch.arange(len(x), device=x.device)[first:end])
+    if isinstance(x, Tensor) and x.layout in SPARSE:   # these cannot be sliced
+        return x.to_sparse_coo().index_select(0, torch.arange(len(x), device=x.device)[first:end]).to_sparse(layout=x.layout)
     return x[first:end]
 
 
 def _twice(x: Any) -> Any:
     """The first row, twice."""
     row = _rows(x, 0, 1)
+    if isinstance(row, Tensor) and row.layout in SPARSE:
+        return torch.cat([row.to_sparse_coo()] * 2).to_sparse(layout=row.layout)
     return torch.cat((row, row)) if isinstance(row, Tensor) else np.concatenate((row, row)) if isinstance(row, np.ndarray) else row + row
 
 
@@ -240,11 +244,11 @@ def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
     The global batch is the batches of all ranks, concatenated in rank order. It is cut into `shards` contiguous shards, or fewer when
     it has fewer rows.
     returns: (this rank's rows, the index of the first of them in the global batch, the number of shards)
-    raises:  BatchError, on all ranks, when there are fewer rows than ranks, or rows that are not tensors would have to be sent
+    raises:  BatchError, on all ranks, when there are fewer rows than ranks, or rows that are no dense tensors would have to be sent
     """
     rows, found = rows_of(batch, group.rank), list[Any]()
     map_rows(found.append, batch, rows)
-    others = sum(not isinstance(each, Tensor) for each in found)
+    others = sum(not isinstance(each, Tensor) or each.layout in SPARSE for each in found)
     told = group.all_gather(torch.tensor([[rows, others]], device="cpu"), label="rows").tolist()   # a GPU would have to be waited for
     held = [rows for rows, _ in told]
     shards = min(shards, sum(held))
@@ -256,9 +260,10 @@ def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
     if wanted == held:
         return batch, first, shards
     if brings := [rank for rank, (_, others) in zip(group.ranks, told) if others]:
-        raise BatchError(f"rank {brings[0]} brings rows that are no tensors (a numpy array, or a list or tuple as long as the batch), and "
-                         f"ranks brought {held} rows where deterministic training wants {wanted}: only tensors are sent on. Make tensors "
-                         "of them (`torch.as_tensor`, numbers that stand for texts), or bring as many rows as are wanted")
+        raise BatchError(f"rank {brings[0]} brings rows that are no dense tensors (but sparse, a numpy array, or a list or tuple as long "
+                         f"as the batch), and ranks brought {held} rows where deterministic training wants {wanted}: only dense tensors "
+                         "are sent on. Make such of them (`torch.as_tensor`, numbers that stand for texts), or bring as many rows as are "
+                         "wanted")
     send, recv = _overlaps(held, wanted, group.rank), _overlaps(wanted, held, group.rank)
     return map_tensors(lambda t: group.all_to_all(t.contiguous(), send_rows=send, recv_rows=recv, label="deal rows"), batch), first, shards
 

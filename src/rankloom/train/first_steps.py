@@ -94,7 +94,7 @@ def compare_rows(sharing: Group, dealt: Group, batch: Any) -> None:
     """
     if sharing.size == dealt.size == 1:
         return
-    tensors = [t.to_dense() if t.is_sparse else t for t in all_of(Tensor, batch)]
+    tensors = [t if t.layout in (torch.strided, torch.jagged) else t.to_dense() for t in all_of(Tensor, batch)]
     mine = [[list(tensor.shape), digest(tensor)] for tensor in tensors]
     if sharing.size > 1:
         _expect_same_rows(sharing, mine)
