@@ -399,6 +399,39 @@ def test_what_could_not_be_given_back_is_refused_by_name_when_it_is_saved(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+class Settled(torch.optim.SGD):
+    """Has settings that are tensors, and reads them in a step."""
+
+    def __init__(self, params, scales):
+        super().__init__(params, lr=torch.tensor(0.1))
+        self.param_groups[0]["scales"] = scales
+
+    def step(self, closure=None):
+        self.param_groups[0]["scales"].mul_(2.0)
+        return super().step(closure)
+
+    elementwise = True
+
+
+@pytest.mark.parametrize("by_file", [True, False])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_settings_that_are_tensors_come_back_as_such(tmp_path, stage, by_file):
+    def body(world):
+        engine, other = [rl.prepare(nn.Linear(4, 4), loss=lambda model, batch: (model(batch).square().sum(), len(batch)), world=world,
+                                    stage=stage, optimizer=lambda params: Settled(params, torch.ones(2, dtype=torch.float64)))
+                         for _ in range(2)]
+        engine.step(torch.ones(2, 4))
+        if by_file:
+            engine.save(tmp_path)
+            other.load(tmp_path)
+        else:
+            other.load_full_state_dict(engine.full_state_dict())
+        other.step(torch.ones(2, 4))
+        return other.optimizer.param_groups[0]["scales"].tolist(), engine.optimizer.param_groups[0]["scales"].tolist()
+
+    assert rl.simulate(1, body) == [([4.0, 4.0], [2.0, 2.0])]
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 

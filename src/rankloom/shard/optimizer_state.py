@@ -211,7 +211,7 @@ def load_optimizer_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter
         raise ModelMismatch(f"rank {rank}: {problem}")
     state, names = full_state["state"], {id(owner): name for name, owner in owners.items()}
     for ours, saved in zip(optimizer.param_groups, full_state["param_groups"]):
-        ours.update({key: _copied(value) for key, value in saved.items() if key not in KEPT_AS_BUILT})
+        ours.update({key: _like(ours.get(key), _copied(value)) for key, value in saved.items() if key not in KEPT_AS_BUILT})
     counters = counter_keys(state, pieces)
     for one in optimizers_of(optimizer):
         one.state.clear()
@@ -300,6 +300,13 @@ def _misfits_of_shapes(pieces: list[OwnedRun], state: Mapping[str, Mapping[str, 
             if not fits(value, piece.shape):
                 yield (f"optimizer state {key} of {piece.name} has shape {tuple(value.shape)}, expected {tuple(piece.shape)}: "
                        "is it of another model?")
+
+
+def _like(ours: Any, saved: Any) -> Any:
+    """A setting of a parameter group, which may come from JSON, in the type that the optimizer uses."""
+    if isinstance(ours, Tensor) and isinstance(saved, Tensor | int | float | list):
+        return torch.as_tensor(saved, dtype=ours.dtype, device=ours.device)
+    return tuple(saved) if isinstance(ours, tuple) and isinstance(saved, list) else saved
 
 
 def _copied(value: Any) -> Any:

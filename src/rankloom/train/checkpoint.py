@@ -159,7 +159,7 @@ def _expect_keepable(state: TrainingState) -> None:
 
 
 def _listed(value: Any) -> Any:
-    """A setting of a parameter group, for JSON: a tuple as a list. `_like` is the inverse."""
+    """A setting of a parameter group, for JSON: a tuple as a list. `load_optimizer_state` has the inverse."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -253,7 +253,7 @@ def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dic
     facts = manifest.facts
     run = NEW_RUN | facts["run"]
     run["amax"] = {name: torch.tensor(row, dtype=torch.float32, device="cpu") for name, row in run["amax"].items()}
-    saved = own_parts(state, _described(state, manifest))
+    saved = own_parts(state, _described(manifest))
     expect_fit(state, saved, run)
     state.float8.drop_casts()   # of a failed step
     pieces = state.placement.pieces()
@@ -298,25 +298,14 @@ def _expect_same_model(world: World, folder: Path, parts: list[Part], extra: Ite
         raise ModelMismatch(problem)
 
 
-def _described(state: TrainingState, manifest: Manifest) -> dict[str, Any]:
+def _described(manifest: Manifest) -> dict[str, Any]:
     """The saved optimizer state, with tensors on the meta device."""
     held: dict[str, dict[str, Any]] = {}
     for joint, value in [(name.removeprefix(OPTIMIZER), torch.empty(saved.shape, dtype=saved.dtype, device="meta"))
                          for name, saved in manifest.tensors.items() if name.startswith(OPTIMIZER)] + [*manifest.facts["values"].items()]:
         key, _, name = joint.partition("/")
         held.setdefault(name, {})[unquote(key)] = value
-    groups = manifest.facts["param_groups"]
-    if len(groups) == len(state.optimizer.param_groups):
-        groups = [{key: _like(ours.get(key), value) for key, value in saved.items()}
-                  for ours, saved in zip(state.optimizer.param_groups, groups)]
-    return {"state": held, "param_groups": groups}
-
-
-def _like(ours: Any, saved: Any) -> Any:
-    """A setting of a parameter group, from JSON, in the type that the optimizer uses."""
-    if isinstance(ours, Tensor) and isinstance(saved, int | float):
-        return torch.tensor(saved, dtype=ours.dtype, device=ours.device)
-    return tuple(saved) if isinstance(ours, tuple) and isinstance(saved, list) else saved
+    return {"state": held, "param_groups": manifest.facts["param_groups"]}
 
 
 def _read_value(state: TrainingState, reader: Reader, key: str, value: Tensor, piece: OwnedRun, numbers: Container[str]) -> Tensor:
