@@ -399,6 +399,41 @@ def test_what_could_not_be_given_back_is_refused_by_name_when_it_is_saved(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+class Counts(torch.optim.SGD):
+    """Keeps a number that belongs to no parameter, from the start."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.state["calls"] = 0
+
+    def step(self, closure=None):
+        self.state["calls"] += 1
+        return super().step(closure)
+
+    elementwise = True
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_an_optimizer_keeps_for_no_parameter_stays_and_a_whole_state_without_it_is_refused(stage):
+    def body(world):
+        torch.manual_seed(0)
+        made = lambda build: rl.prepare(deepcopy(start), loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+                                        world=world, optimizer=build, stage=stage)
+        engine, plain = made(Counts), made(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+        for each in (engine, plain):
+            each.step(torch.ones(2, 4))
+        assert engine.held() == plain.held()
+        with pytest.raises(ConfigError, match="under 'calls'"):
+            engine.full_state_dict()
+        with pytest.raises(ModelMismatch, match="under 'calls'"):
+            engine.load_full_state_dict(plain.full_state_dict())
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        return engine.optimizer.state["calls"], engine.step(torch.ones(2, 4)).loss == plain.step(torch.ones(2, 4)).loss
+
+    start = nn.Linear(4, 4)
+    assert rl.simulate(2, body) == [(1, True)] * 2
+
+
 class Settled(torch.optim.SGD):
     """Has settings that are tensors, and reads them in a step."""
 

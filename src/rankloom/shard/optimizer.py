@@ -310,9 +310,8 @@ def give_owners(optimizer: Optimizer, stand_ins: Mapping[str, nn.Parameter],
     for name in needs_whole_matrices(optimizer, stand_ins):
         assert pieces[name].is_whole or pieces[name].is_empty, f"{name} is cut, but its optimizer needs it whole"
     for one in optimizers_of(optimizer):
-        cut = _cut_states({names[id(param)]: held for param, held in one.state.items()}, owners, pieces, keeps_shapes(one))
-        one.state.clear()
-        one.state.update({stand_ins[name]: held for name, held in cut.items()})
+        built = {names[id(param)]: one.state.pop(param) for param in [*one.state] if id(param) in names}   # it may have other state, too
+        one.state.update({stand_ins[name]: held for name, held in _cut_states(built, owners, pieces, keeps_shapes(one)).items()})
         if isinstance(one, torch.optim.Optimizer):
             one.register_load_state_dict_pre_hook(partial(_cut_loaded, stand_ins, pieces))
     for name, param in stand_ins.items():
@@ -328,7 +327,8 @@ def _cut_loaded(owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRu
     number_of = dict(zip(updated, numbers))   # where they are not equally many, torch raises an error
     states = {name: loaded["state"][number] for name, number in number_of.items() if number in loaded["state"]}
     cut = _cut_states(states, owners, pieces, keeps_shapes(optimizer))
-    return loaded | {"state": {number_of[name]: held for name, held in cut.items()}}
+    of_none = {key: held for key, held in loaded["state"].items() if key not in numbers}   # what belongs to no parameter
+    return loaded | {"state": of_none | {number_of[name]: held for name, held in cut.items()}}
 
 
 def _cut_states(states: Mapping[str, Mapping[str, Any]], owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun],

@@ -43,7 +43,7 @@ from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import load_optimizer_state, whole_state
 from rankloom.train.checkpoint_parts import MODEL, OPTIMIZER, computed_entries, whole_part
 from rankloom.train.long_work import while_others_wait
-from rankloom.train.state import NEW_RUN, TrainingState, expect_fit, own_parts
+from rankloom.train.state import NEW_RUN, TrainingState, expect_fit, own_parts, stray_state
 from rankloom.world.objects import gather_object, scatter_object
 from rankloom.world.world import World
 
@@ -152,10 +152,8 @@ def _expect_keepable(state: TrainingState) -> None:
     for name in computed_entries(state.placement.model):
         raise ConfigError(f"{name} is in the model's state dict, and neither a parameter nor a buffer, so it could not be given back: "
                           "keep it as a buffer, or in `get_extra_state`")
-    owners = {id(owner) for owner in state.placement.owners.values()}
-    if any(id(key) not in owners for key in state.optimizer.state):
-        raise ConfigError("the optimizer has state that belongs to none of its parameters, and a checkpoint cannot store that: "
-                          "keep it in a parameter group")
+    if problem := stray_state(state):
+        raise ConfigError(problem)
 
 
 def _listed(value: Any) -> Any:

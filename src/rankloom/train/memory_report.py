@@ -26,7 +26,8 @@ class Held:
 
 def held_by(placement: Placement, optimizer: Optimizer) -> Held:
     """Measured: the sizes of the tensors that exist now."""
-    state = sum(value.nbytes for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor) and value.dim())
+    kept = [held for held in optimizer.state.values() if isinstance(held, dict)]   # an optimizer may keep other things for no parameter
+    state = sum(value.nbytes for held in kept for value in held.values() if isinstance(value, Tensor) and value.dim())
     return Held(*placement.held(), state)
 
 

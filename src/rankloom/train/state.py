@@ -45,10 +45,22 @@ def gather_state(state: TrainingState, rank: int | None) -> dict[str, dict[str, 
     """See `Engine.full_state_dict`."""
     _expect_one_receiver(state.world, rank)
     state.placement.expect_own_values()
+    if problem := stray_state(state):   # on every rank alike
+        raise ConfigError(problem)
     whole = {"model": state.placement.values(rank), "optimizer": state.placement.state(state.optimizer, rank)}
     if rank in (None, state.world.rank):
         whole["optimizer"]["run"] = state.run()
     return whole
+
+
+def stray_state(state: TrainingState) -> str | None:
+    """What the optimizer keeps that no state of a run has, in words, or None."""
+    owners = {id(owner) for owner in state.placement.owners.values()}
+    stray = next((key for key in state.optimizer.state if id(key) not in owners), None)
+    where = f"under {stray!r}" if isinstance(stray, str) else "of a tensor"
+    return None if stray is None else (
+        f"the optimizer has state that belongs to none of its parameters ({where}), and the state of a run cannot have that: "
+        "keep it in a parameter group")
 
 
 def _expect_one_receiver(world: World, rank: Any) -> None:
@@ -116,5 +128,6 @@ def own_parts(state: TrainingState, optimizer: Mapping[str, Any]) -> dict[str, A
 def expect_fit(state: TrainingState, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
     """Raise ModelMismatch, on all ranks, unless the optimizer state `saved` (this rank's parts) and fp8's fit this engine."""
     placement = state.placement
-    problem = misfit(state.optimizer, placement.owners, placement.pieces(), saved) or state.float8.misfit(run["amax"])
+    problem = (misfit(state.optimizer, placement.owners, placement.pieces(), saved) or state.float8.misfit(run["amax"])
+               or stray_state(state))   # which would be gone
     state.world.agree(problem, error=ModelMismatch, label="load an optimizer")
