@@ -161,3 +161,19 @@ def test_strided_gradients_are_compressed_as_they_lie(compress):
     exact = (one + other) / 2
     assert last.stride() == (1, 12)
     assert ((last if compress != "int8" else mean) - exact).norm() < (1e-4 if compress != "int8" else 1e-2) * exact.norm()
+
+
+def test_a_convolution_of_one_channel_has_the_same_bits_on_any_ranks_in_whatever_format_it_was_made():
+    """Both formats lie alike in memory where there is one channel, and torch takes the kernel that the strides name."""
+    torch.manual_seed(0)
+    first = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
+    start = nn.Sequential(nn.Linear(8, 8), first, nn.PReLU(3), nn.Conv2d(3, 1, 1)).double()
+    rows = torch.randn(24, 1, 5, 8, dtype=torch.float64)
+
+    def losses(world, stage):
+        engine = rl.prepare(copy.deepcopy(start), loss=lambda model, x: ((model(x) - x.flip(2)).square().sum(), len(x)), world=world,
+                            optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), stage=stage, deterministic=4)
+        return [engine.step(rows.tensor_split(world.size)[world.rank]).loss for _ in range(5)]
+
+    found = [rl.simulate(p, lambda world, stage=stage: losses(world, stage))[0] for p, stage in ((1, 0), (2, 0), (1, 2), (4, 3))]
+    assert found[1:] == found[:1] * 3

@@ -186,9 +186,9 @@ def _in_float8(model: nn.Module, world: World, precision: Precision) -> Float8La
 
 def _compute_alike(model: nn.Module, world: World) -> None:
     torch.set_num_threads(1)   # how a kernel splits its sums depends on the number of threads
-    for param in model.parameters():   # and on strides: flat buffers of stages 1 to 3 make parameters contiguous
+    for param in model.parameters():   # and on strides, those of dims of length 1 too: flat buffers make them those of a new tensor
         keep_until_read(param)
-        param.data = param.data.contiguous()
+        param.data = param.data.reshape(-1).view(param.shape)
     if world.device.type == "cuda":
         fix_cublas_workspace()
         torch.use_deterministic_algorithms(True)
