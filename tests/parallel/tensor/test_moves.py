@@ -65,8 +65,6 @@ def test_the_value_stays_and_the_gradient_comes_back(src, dst, shape):
         def body(world, ranks=ranks):
             x = transposed(spread(value, src, world.rank, ranks)).requires_grad_()
             y = redistribute(x, src, dst, world, label="move")
-            if dst == GRAD_PARTIAL and src not in (WHOLE, PARTIAL):   # what split layers do to what they read
-                claim(y, world, "reader")
             forward = (world.ledger.messages, world.ledger.bytes)
             y.backward(transposed(spread(slope, dst.gradient() if ranks > 1 else WHOLE, world.rank, ranks)))
             there = collective(src, dst, AXIS).bill(x.nbytes, ranks)
@@ -97,6 +95,20 @@ def test_a_sum_overwrites_its_input_only_when_it_may():
         return kept.sum().item(), y.data_ptr() == used.data_ptr(), y.sum().item()
 
     assert rl.simulate(3, body) == [(6.0, True, 18.0)] * 3
+
+
+def test_a_gather_that_was_to_be_read_by_split_layers_is_an_error_in_backward_until_one_claims_it():
+    def body(world, claims):
+        x = torch.ones(2, 4, requires_grad=True)
+        y = redistribute(x, BY_TOKENS, GRAD_PARTIAL, world, label="gather", unread=True)
+        if claims:
+            claim(y, world, "reader")
+        y.sum().backward()
+        return x.grad.unique().tolist()
+
+    assert rl.simulate(2, lambda world: body(world, True)) == [[2.0], [2.0]]
+    with pytest.raises(ConfigError, match="gather in group 'world': no split layer has read these"):
+        rl.simulate(2, lambda world: body(world, False))
 
 
 def test_siblings_share_one_entrance_and_the_next_tensor_gets_its_own():

@@ -119,9 +119,9 @@ class RowLinear(CutLinear):
         return redistribute(y, PARTIAL, self.out, self.group, label=self.label, overwrite=True)
 
 
-def move_after(module: nn.Module, src: Layout, dst: Layout, group: Group, label: str) -> None:
-    """Turn every output of `module` from layout `src` into `dst`.   sent: see `redistribute`"""
-    module.register_forward_hook(lambda _module, _args, output: redistribute(output, src, dst, group, label=label))
+def move_after(module: nn.Module, src: Layout, dst: Layout, group: Group, label: str, *, unread: bool = False) -> None:
+    """Turn every output of `module` from layout `src` into `dst`.   unread, sent: see `redistribute`"""
+    module.register_forward_hook(lambda _module, _args, output: redistribute(output, src, dst, group, label=label, unread=unread))
 
 
 class TokenDropout(nn.Dropout):

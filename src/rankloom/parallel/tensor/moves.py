@@ -28,11 +28,12 @@ BY_WIDTH = Layout.parse("[..., tokens, width/tensor]")
 
 
 @torch.compiler.disable   # communication cannot be compiled
-def redistribute(x: Tensor, src: Layout, dst: Layout, group: Group, *, label: str, overwrite: bool = False) -> Tensor:
+def redistribute(x: Tensor, src: Layout, dst: Layout, group: Group, *, label: str, overwrite: bool = False, unread: bool = False) -> Tensor:
     """Turn `x` from layout `src` into `dst`; its gradient comes back by the conjugate move.
 
     x:         [..., tokens, width], or as `src` says, this rank's part
     overwrite: an all-reduce may use the memory of `x`, which is not read afterwards
+    unread:    backward raises ConfigError if no split layer has claimed the result since: the plan may say a wrong word for a norm
     sent:      `collective(src, dst, "tensor").bill(x.nbytes, p)` forward, the conjugate's backward
     raises:    ShapeMismatch when the ranks do not divide a dim that is to be cut
     """
@@ -41,7 +42,7 @@ def redistribute(x: Tensor, src: Layout, dst: Layout, group: Group, *, label: st
     there, back = collective(src, dst, AXIS), conjugate(src, dst, AXIS)
     if there.kind == back.kind == "nothing":
         return x
-    moved: Tensor = _Redistribute.apply(x, _Way(there, back, src, dst, group, label), overwrite)   # type: ignore[no-untyped-call]
+    moved: Tensor = _Redistribute.apply(x, _Way(there, back, src, dst, group, label), overwrite, unread)   # type: ignore[no-untyped-call]
     if group.debug:
         tag(moved, dst, label)
     return moved
@@ -65,8 +66,8 @@ def is_watched() -> bool:
 
 class _Redistribute(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: _Way, overwrite: bool) -> Tensor:
-        ctx.way, ctx.claimed = way, False
+    def forward(ctx: Any, x: Tensor, way: _Way, overwrite: bool, unread: bool) -> Tensor:
+        ctx.way, ctx.unread = way, unread
         expect_alike(x, way.layout, way.group, f"{way.label}: forward")
         if way.there.kind == "all_reduce" and overwrite and not is_watched() and x.is_contiguous():
             ctx.mark_dirty(x)
@@ -75,11 +76,11 @@ class _Redistribute(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if _gathers_for_split_layers(ctx) and not ctx.claimed:
+        if ctx.unread:
             raise ConfigError(f"{ctx.way.group.where(ctx.way.label)}: no split layer has read these, so all ranks have computed the same "
                               "with them, and their gradients would be added up; in the plan say sequence_parallel_rep for this norm")
         expect_alike(gradient, ctx.way.after.gradient(), ctx.way.group, f"{ctx.way.label}: backward")
-        return _carry_out(ctx.way.back, gradient, ctx.way, "backward"), None, None
+        return _carry_out(ctx.way.back, gradient, ctx.way, "backward"), None, None, None
 
 
 def _gathers_for_split_layers(node: Any) -> bool:
@@ -99,7 +100,7 @@ def claim(x: Tensor, group: Group, label: str) -> None:
     for _ in range(NEAR):   # through views, slices, dropout
         for node in nodes:
             if _gathers_for_split_layers(node):
-                node.claimed = seen = True   # type: ignore[attr-defined]
+                node.unread, seen = False, True   # type: ignore[attr-defined]
         nodes = [before for node in nodes if not hasattr(node, "way") for before, _ in node.next_functions if before]
     if not seen:
         raise ConfigError(f"{group.where(label)} reads a tensor that no sequence_parallel norm has gathered, so its gradient "

@@ -311,7 +311,7 @@ def between_tokens(site: Site, *, out: Layout = GRAD_PARTIAL) -> None:
     sent: an all-gather of its output; backward, with GRAD_PARTIAL, a reduce-scatter of its gradient
     """
     partial_gradients(site)
-    move_after(site.module, BY_TOKENS, out, site.group, f"tokens after {site.name}")
+    move_after(site.module, BY_TOKENS, out, site.group, f"tokens after {site.name}", unread=out is GRAD_PARTIAL)
     declare(site.module, Ends(BY_TOKENS, out))
 
 
