@@ -527,6 +527,23 @@ def test_a_plan_that_cannot_be_followed_is_refused_by_all_ranks_with_the_reason(
     assert len(refused) == 2 and all(said in text for text in refused), refused
 
 
+def test_logits_that_would_stay_cut_are_refused_by_all_ranks():
+    """A loss of whole logits would say that a target is out of bounds, or be another one on each rank."""
+    plan = {"1.first": "colwise", "1.second": "rowwise", "2": "colwise"}
+    refused = []
+
+    def body(world):
+        model = nn.Sequential(nn.Embedding(10, 6), Pair(nn.Linear(6, 12), nn.Linear(12, 6)), nn.Linear(6, 10))
+        with pytest.raises(ConfigError) as caught:
+            rl.tensor_parallel(model, plan, world)
+        rl.tensor_parallel(model, plan | {"2": "colwise_rep"}, world)   # nothing was cut before
+        refused.append(str(caught.value))
+
+    rl.simulate(2, body)
+    assert refused == ["plan: 2 is colwise, so each rank would have the logits of its own part of 10 tokens, and look for targets there; "
+                       "say colwise_rep, which gathers them"] * 2
+
+
 def test_a_rowwise_layer_that_gets_whole_features_says_what_to_name_it_instead():
     model = shaken(nn.Sequential(*(Pair(nn.Linear(6, 12), nn.Linear(12, 6)) for _ in range(2)), nn.Linear(6, 4)))
     split = lambda world: rl.tensor_parallel(copy.deepcopy(model), {"2": "rowwise"}, world)   # not in a block, of which copies are tried

@@ -79,6 +79,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
                if words.get(name) in COLUMNS and is_transposed(module) is not None]
     cutting = Cutting(model, group, words, {name: out_features(module) for name, module in outputs}, pieces=overlap)
     _expect_entry(cutting)
+    _expect_gathered_logits(cutting)
     whole = keep_whole(model, words) if group.size > 1 else {}
     _cut_modules(cutting)
     cutting.expect_ties()
@@ -205,6 +206,17 @@ def _expect_entry(cutting: Cutting) -> None:
             raise ConfigError(f"plan: the embedding cuts the stream by tokens, and {name} may be one of positions: each rank would look up "
                               "its own tokens, counted from 0. Cut behind both: say sequence_split for the first block; the embedding may "
                               f"stay embedding_rowwise. If {name} is not of positions, say replicated_with_grad_allreduce")
+
+
+def _expect_gathered_logits(cutting: Cutting) -> None:
+    """Raise ConfigError for a layer that makes a logit of each token and leaves them cut, where no row-cut layer beside it reads them."""
+    vocabularies = {module.num_embeddings for module in cutting.model.modules() if isinstance(module, nn.Embedding)}
+    blocks = list(repeated_blocks(cutting.model))
+    for name, features in cutting.features.items():
+        beside = cutting.words_in(name.rpartition(".")[0]).values()
+        if features in vocabularies and not set(beside) & set(ROWS) and not any(is_inside(name, block) for block in blocks):
+            raise ConfigError(f"plan: {name} is {cutting.words[name]}, so each rank would have the logits of its own part of {features} "
+                              "tokens, and look for targets there; say colwise_rep, which gathers them")
 
 
 def _cut_modules(cutting: Cutting) -> None:
