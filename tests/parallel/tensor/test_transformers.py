@@ -146,6 +146,21 @@ def test_other_families_are_split_by_the_plans_that_they_bring(family):
         expect_equal(ranks, lambda: copy.deepcopy(model), run, rtol=1e-6)   # their norms round to fp32, which has 6e-8
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_head_whose_query_and_gate_lie_in_a_row_is_never_cut(kv_heads):
+    torch.manual_seed(0)
+    make = lambda heads: shaken(transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=heads, head_dim=8, pad_token_id=0,
+        num_key_value_heads=kv_heads, layer_types=["full_attention"], max_position_embeddings=32,
+        attn_implementation="eager")).double().eval())
+    model = make(4)
+    for ranks in (2, 4):
+        expect_equal(ranks, lambda: copy.deepcopy(model), run, rtol=1e-6)   # their norms round to fp32, which has 6e-8
+    odd = make(kv_heads * 3)
+    with pytest.raises(rl.ConfigError, match=rf"{kv_heads * 3} query heads do not divide by 8 ranks, and a head is never cut"):
+        rl.simulate(8, lambda world: rl.tensor_parallel(copy.deepcopy(odd), None, world))
+
+
 def test_a_head_whose_query_key_and_value_lie_in_a_row_is_never_cut():
     model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
         vocab_size=8, hidden_size=24, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2))

@@ -9,7 +9,7 @@ them is refused: otherwise a head might be cut in half without an error.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,20 +94,23 @@ def _choices(query: int, key_values: int) -> str:
     return ", ".join(map(str, fitting[:-1])) + (" or " if fitting[1:] else "") + str(fitting[-1])
 
 
-def heads_of(module: nn.Module, name: str, features: Sequence[int]) -> Heads | None:
-    """The heads of `module`, if it is attention: from its width of a head if it has one, else from its number of heads.
+def heads_of(module: nn.Module, name: str, layer: int, features: Sequence[int], behind: Collection[int]) -> Heads | None:
+    """The heads in one layer of `module`, if that is attention: from its width of a head if it has one, else from its number of heads.
 
-    features: of its column-cut layers, before the cut; the largest are the queries
+    layer:    the features of the layer, before the cut
+    features: of all column-cut layers of the module; the largest are the queries
+    behind:   what its row-cut layers take
     raises:   ConfigError where it seems to be attention, but has neither
     """
     _expect_no_whole_latents(module, name)
     name, most = name or "the model", max(features)
     seems_attention = len(features) > 2 or len(set(features)) > 1   # a gated MLP has two such layers, equally wide
     if width := _first(module, WIDTHS):
-        # GPT-NeoX lays query, key and value of each head side by side: all three are cut as one head
-        in_a_row = len(features) == 1 and most == 3 * width * _anywhere(module, QUERIES)
-        width = 3 * width if in_a_row else width
-        return Heads(width, most // width, name)
+        # GPT-NeoX lays query, key and value of each head side by side, Qwen3-Next query and gate: all are cut as one head
+        queries = width * _anywhere(module, QUERIES)
+        in_a_row, gated = len(features) == 1 and most == 3 * queries, most == 2 * queries and queries in behind
+        widest = width * (3 if in_a_row else 2 if gated else 1)
+        return Heads(widest if layer == most else width, most // widest, name)
     for attribute in (*QUERIES, *(SHORT_QUERIES if seems_attention else ())):
         count = _count(module, attribute)
         if count and most % count == 0:

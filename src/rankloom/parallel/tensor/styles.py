@@ -125,9 +125,9 @@ def _heads_of(site: Site, features: int, siblings: dict[str, int]) -> Heads | No
     is_fused = "packed_qkv_colwise" in words   # then other layers are no queries, keys or values
     if is_fused or (of_an_mlp(site.name) and (attention or _has_whole_layers(site))):
         return None
-    is_latent = "mla_kv_a_proj" in words
-    return heads_behind_latents(module, site.parent, features) if is_latent else heads_of(
-        module, site.parent, attention or [*siblings.values()])
+    if "mla_kv_a_proj" in words:
+        return heads_behind_latents(module, site.parent, features)
+    return heads_of(module, site.parent, features, attention or [*siblings.values()], _row_cut_beside(site).values())
 
 
 def _has_whole_layers(site: Site) -> bool:
@@ -154,8 +154,14 @@ def _expect_unfused(site: Site, features: int, siblings: int) -> None:
 
 def _takes_a_part(site: Site, features: int, parts: int, siblings: int) -> str | None:
     """The row-cut layer behind this one, if this is the only column-cut one before it, and `parts` times as wide."""
-    behind = [name for name, word in site.cutting.words_in(site.parent).items() if word == "rowwise"] if siblings == 1 else []
-    return next((name for name in behind if features == parts * _in_features(site.cutting.model.get_submodule(name))), None)
+    behind = _row_cut_beside(site) if siblings == 1 else {}
+    return next((name for name, taken in behind.items() if features == parts * taken), None)
+
+
+def _row_cut_beside(site: Site) -> dict[str, int]:
+    """The row-cut layers of its module, and how many features each takes before the cut."""
+    beside = [(full_name(site.parent, name), child) for name, child in site.cutting.model.get_submodule(site.parent).named_children()]
+    return {name: _in_features(child) for name, child in beside if site.cutting.words.get(name) == "rowwise"}
 
 
 def _in_features(module: nn.Module) -> int:
