@@ -385,6 +385,25 @@ def test_a_module_that_moves_its_activations_itself_says_how_they_lie():
     assert all(rl.simulate(2, lambda world: tag_of(run(rl.tensor_parallel(build(), plan, world))[1]) is None))   # made outside of the model
 
 
+@pytest.mark.parametrize(("forward", "said"), [
+    (lambda m, x: m.add_up(m.second(torch.tanh(m.first(x)))), "by hand in group 'world': a tensor of shape (3, 4, 6), from output of "
+     "second, is [..., tokens, width], whole on each rank, so its sum over them would be 2 times as large. Was it added up before?"),
+    (lambda m, x: m.add_up(F.linear(torch.tanh(m.first(x)), m.second.weight, m.second.bias)), "linear in the model in group 'world' adds "
+     "second.bias, which is [...], whole, to one term of a sum over the ranks, which would have it 2 times: add it behind the sum"),
+    (lambda m, x: m.add_up(x + F.linear(torch.tanh(m.first(x)), m.second.weight)), "add in the model in group 'world' adds the caller, "
+     "which is [..., tokens, width], whole, to one term of a sum over the ranks, which would have it 2 times: add it behind the sum"),
+])
+def test_what_a_module_that_moves_its_activations_itself_would_add_up_p_times_is_named(forward, said):
+    class Own(Pair):
+        def add_up(self, term):
+            return redistribute(term, PARTIAL, WHOLE, self.second.group, label="by hand")
+
+        def forward(self, x):
+            return forward(self, x)
+
+    assert caught(2, lambda rank: Own(nn.Linear(6, 12), nn.Linear(12, 6)), {"first": "colwise", "second": "rowwise"}, run) == said
+
+
 class Kernel(Function):
     """Writes into memory of its own, so that nobody sees where the result comes from."""
 

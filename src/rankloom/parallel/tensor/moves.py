@@ -15,7 +15,7 @@ from torch.autograd import Function
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import Layout, Move, collective, conjugate
 from rankloom.base.tensors import version_of
-from rankloom.parallel.tensor.compare import expect_alike, tag
+from rankloom.parallel.tensor.compare import expect_alike, tag, tag_of
 from rankloom.world.group import Group
 
 AXIS = "tensor"
@@ -40,12 +40,21 @@ def redistribute(x: Tensor, src: Layout, dst: Layout, group: Group, *, label: st
     if group.size == 1:
         return x
     there, back = collective(src, dst, AXIS), conjugate(src, dst, AXIS)
+    if src.state(AXIS) == "+":
+        _expect_term(x, group, label)
     if there.kind == back.kind == "nothing":
         return x
     moved: Tensor = _Redistribute.apply(x, _Way(there, back, src, dst, group, label), overwrite, unread)   # type: ignore[no-untyped-call]
     if group.debug:
         tag(moved, dst, label)
     return moved
+
+
+def _expect_term(x: Tensor, group: Group, label: str) -> None:
+    """In debug mode: raise ConfigError when `x`, which is to be added up, is known to be whole."""
+    if (known := tag_of(x)) and known.layout.state(AXIS) == "":
+        raise ConfigError(f"{group.where(label)}: a tensor of shape {tuple(x.shape)}, from {known.name}, is {known.layout}, whole on each "
+                          f"rank, so its sum over them would be {group.size} times as large. Was it added up before?")
 
 
 class _Way(NamedTuple):

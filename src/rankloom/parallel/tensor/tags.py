@@ -47,6 +47,7 @@ ALIKE = Layout.parse("[...]")               # a parameter that every rank holds 
 GRAD_PARTIAL_HERE = Layout.parse("[...] -tensor")  # the same, of which each rank has a term of the gradient
 _ENDS = "rankloom_ends"   # attribute of a module: what it reads and gives
 _UNSEEN = "rankloom_unseen"   # attribute of a tensor without a tag that is no constant: without gradients, there is no other sign
+_ADDS = ("add", "add_", "__iadd__", "linear")   # functions that add their operands; linear its bias
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 # (actual state, expected state) -> advice. States as in base/layout.py: "" whole, "+" partial sum, "-" whole with a gradient that is a
@@ -196,6 +197,8 @@ class _Watch(TorchFunctionMode):
             layout = joined(layouts, AXIS, where)
         if layout.state(AXIS) not in ("", "+"):
             self._expect_no_terms(tags, layout, where)
+        elif layout.state(AXIS) == "+" and _name(func) in _ADDS:
+            self._expect_terms(tags[1:] if func is F.linear else tags, where)
         return layout
 
     def _expect_no_terms(self, tags: list[tuple[Tensor, Tag]], layout: Layout, where: str) -> None:
@@ -207,6 +210,13 @@ class _Watch(TorchFunctionMode):
                     "one term of its gradient, and nothing would sum them. In the plan say sequence_parallel for a norm between split "
                     "tokens, sequence_parallel_rep for one before layers that are not split, replicated_with_grad_allreduce for another "
                     "module that is whole")
+
+    def _expect_terms(self, tags: list[tuple[Tensor, Tag]], where: str) -> None:
+        """Raise where a whole tensor is added to a term of a sum: every rank adds it, and the sum has it that often."""
+        for _, known in tags:
+            if known.layout.state(AXIS) == "":
+                raise ConfigError(f"{where} adds {known.name}, which is {known.layout}, whole, to one term of a sum over the ranks, which "
+                                  f"would have it {self.group.size} times: add it behind the sum")
 
     # ------------------------------------------------------------------ checks
 
