@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ModelMismatch, ShapeMismatch
+from rankloom.base.expect import expect_type
 from rankloom.base.layout import Span
 from rankloom.base.spans import Box, within
 from rankloom.parallel.axes import axes_of
@@ -127,7 +128,11 @@ class ModelSplit:
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor that is cut like parameter `name`. raises: ShapeMismatch"""
         whole, holding = self._own_experts(name, whole), self.held.get(name)
-        return holding.cut(whole, self.tensor.rank) if holding is not None and self.tensor.size > 1 else whole
+        if holding is None or self.tensor.size == 1:
+            return whole
+        if whole.shape != holding.shape:
+            raise ShapeMismatch(f"{self.tensor.where(name)} has shape {tuple(whole.shape)}, the model's has {holding.shape}")
+        return holding.cut(whole, self.tensor.rank)
 
     def cut_into(self, part: Tensor, name: str, whole: Tensor) -> None:
         """The same, written into `part`."""
@@ -195,6 +200,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], group: Grou
     model, group: as for `full_state_dict`; for a sharded model this is a collective
     raises: ModelMismatch when names are missing or unknown; ShapeMismatch
     """
+    expect_type("state", state, Mapping, "names and whole tensors, as full_state_dict gives them")
     plain = _named_alike(model)   # a sharded model would gather its state to say its names
     split, known = ModelSplit.found_in(plain, group.alone()), plain.state_dict(keep_vars=True).keys()
     if wrong := sorted(known ^ state.keys()):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rankloom as rl
-from rankloom.base.errors import ModelMismatch, ShapeMismatch
+from rankloom.base.errors import ConfigError, ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
 from rankloom.parallel.model_split import ModelSplit, full_state_dict, load_full_state_dict
 from rankloom.parallel.tensor.holding import Holding, cut_each, holdings, padded, shared, sum_partial_gradients
@@ -180,7 +180,7 @@ def test_a_model_that_is_cut_and_then_sharded_is_loaded_from_whole_tensors(backe
         torch.testing.assert_close(after, whole, rtol=0, atol=0)
 
 
-def test_a_state_with_other_names_is_not_loaded():
+def test_a_state_with_other_names_or_shapes_is_not_loaded():
     def body(world):
         model = rl.tensor_parallel(make(), None, world)
         state = full_state_dict(model, world)
@@ -188,6 +188,10 @@ def test_a_state_with_other_names_is_not_loaded():
             load_full_state_dict(model, {name: value for name, value in state.items() if name != "norm.weight"}, world)
         with pytest.raises(ModelMismatch, match="extra is not in the model"):
             load_full_state_dict(model, state | {"extra": torch.zeros(1)}, world)
+        with pytest.raises(ShapeMismatch, match=r"head.weight in group 'world' has shape \(12, 16\), the model's has \(13, 16\)"):
+            load_full_state_dict(model, state | {"head.weight": state["head.weight"][1:]}, world)
+        with pytest.raises(ConfigError, match="state=None is of type NoneType, expected names and whole tensors"):
+            load_full_state_dict(model, None, world)
         with pytest.raises(ShapeMismatch, match=r"head.weight in group 'world' has shape \(2, 2\), the plan expects \(7, 16\)"):
             ModelSplit.found_in(model, world.alone()).join("head.weight", torch.zeros(2, 2))
 
