@@ -3,6 +3,8 @@
 import datetime
 import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch._C import _distributed_c10d as c10d
 import rankloom as rl
 from conformance.ranks import Ranks
 from patience import AT_ONCE
-from rankloom.base.errors import CollectiveTimeout
+from rankloom.base.errors import CollectiveTimeout, ConfigError
 from rankloom.world.transport.through_host import HostWork
 from rankloom.world.transport.work import DONE, FEW, Unwatched
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -107,6 +111,44 @@ def lose_a_rank_in_backward(world):
 def test_a_rank_that_is_lost_in_a_backward_of_ddp_is_an_error_in_its_cpp_and_no_crash():
     told, _ = rl.spawn(2, lose_a_rank_in_backward)
     assert "RankLost: rank 0: all_reduce in group '0' lost rank 1" in told
+
+
+def test_works_after_a_batch_that_an_error_has_ended_are_forgotten_when_they_have_ended(ranks):
+    def body(rank):
+        group, begun = ranks.groups[rank], c10d.AllreduceOptions()
+        begun.asyncOp = True
+        group._start_coalescing(CPU)
+        with pytest.raises(ConfigError, match="the tag is -5"):   # torch closes no batch then
+            group.send([torch.ones(1)], 1 - rank, -5)
+        seen = weakref.WeakSet()
+        for _ in range(100):
+            seen.add(x := torch.ones(1000))
+            group.allreduce([x], begun).wait()
+        del x
+        return len(seen)
+
+    assert max(ranks.run(body)) <= 2 * FEW
+
+
+def test_a_batch_is_of_one_thread(ranks):
+    group, x, y = ranks.groups[0], torch.zeros(1), torch.zeros(1)
+
+    def elsewhere():
+        group._start_coalescing(CPU)
+        group.recv([y], 1)   # ends later than the batch of the other thread
+        return group._end_coalescing(CPU)
+
+    group._start_coalescing(CPU)
+    group.recv([x], 1, 7)
+    with ThreadPoolExecutor(1) as thread:
+        others = thread.submit(elsewhere).result()
+    mine = group._end_coalescing(CPU)
+    assert not mine.is_completed()
+    ranks.groups[1].send([torch.ones(1)], 0, 7)
+    mine.wait(datetime.timedelta(seconds=AT_ONCE))
+    assert x.item() == 1.0 and not others.is_completed()
+    ranks.groups[1].send([torch.ones(1)], 0)
+    assert others.wait() and y.item() == 1.0
 
 
 class Looked:

@@ -51,7 +51,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
     """The ranks of one host as a torch process group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, channel: Channel, buffers: Buffers):
-        super().__init__(rank, size)   # type: ignore[call-arg, arg-type]   # with a store, torch makes a group of its own
+        super().__init__(rank, size)
         self.channel, self._store = channel, store
         self._herald, self._buffers = Herald(), buffers
         self._in_flight = Unwatched()

@@ -68,7 +68,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
     """A process group for all tensors of its ranks. `cpu` is the group for CPU tensors."""
 
     def __init__(self, cpu: SharedMemoryGroup, timeout: float):
-        super().__init__(cpu.rank(), cpu.size())   # type: ignore[call-arg, arg-type]   # see SharedMemoryGroup
+        super().__init__(cpu.rank(), cpu.size())
         self.cpu = cpu
         self._store, self._timeout = dist.PrefixStore("cuda", cpu.get_group_store()), timeout
         self._lock = threading.Lock()

@@ -227,13 +227,40 @@ class AllOf(Work):
         return super().get_future()
 
 
+class Batch(threading.local):
+    """The works that a thread begins between _start_coalescing and _end_coalescing. Another thread's are not among them."""
+
+    _works: list[Work] | None = None
+    _many = FEW   # how many to look through next
+
+    def open(self) -> None:
+        """Note works from now on."""
+        self._works, self._many = [], FEW
+
+    def close(self) -> list[Work]:
+        """The works that were noted, but for some that had ended well."""
+        works, self._works = self._works or [], None
+        return works
+
+    def note(self, work: Work) -> None:
+        """Note it, if this is open. It may be for long: torch does not close it when an exception ends the block that it was opened for."""
+        if self._works is not None:
+            if len(self._works) >= self._many:
+                self._works = [other for other in self._works if not other.is_success()]
+                self._many = max(FEW, 2 * len(self._works))
+            self._works.append(work)
+
+
 class AsBackend:
     """A base class for groups that are their own backend, as torch expects one: several calls can be waited for together."""
 
     supports_splitting = supports_coalescing = supports_time_estimate = False   # features of torch's backends that are not offered
-    _batch: list[Work] | None = None   # works of the calls between _start_coalescing and _end_coalescing
 
     barrier: Any
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(rank, size)   # type: ignore[call-arg]   # torch's: with a store, it would make a group of its own
+        self._batch = Batch()
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
@@ -247,15 +274,13 @@ class AsBackend:
         self.barrier(timeout=timeout).wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._batch = []
+        self._batch.open()
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        works, self._batch = self._batch or [], None
-        return AllOf(works)
+        return AllOf(self._batch.close())
 
     def _noted(self, work: Work) -> Work:
-        if self._batch is not None:
-            self._batch.append(work)
+        self._batch.note(work)
         return work
 
 
