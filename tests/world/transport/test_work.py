@@ -13,12 +13,14 @@ from torch._C import _distributed_c10d as c10d
 
 import rankloom as rl
 from conformance.ranks import Ranks
-from patience import AT_ONCE
+from patience import AT_ONCE, wait_until
 from rankloom.base.errors import CollectiveTimeout, ConfigError
 from rankloom.world.transport.through_host import HostWork
 from rankloom.world.transport.work import DONE, FEW, Unwatched
 
 CPU = torch.device("cpu")
+ASYNC = c10d.AllreduceOptions()
+ASYNC.asyncOp = True
 
 
 @pytest.fixture
@@ -46,13 +48,12 @@ def test_work_has_ended_for_every_thread_only_when_its_results_are_home(ranks):
 
 def test_a_running_profiler_shows_calls_made_at_once_and_those_that_are_waited_for(ranks):
     def body(rank):
-        group, begun = ranks.groups[rank], c10d.AllreduceOptions()
-        begun.asyncOp = True
+        group = ranks.groups[rank]
         group.broadcast([torch.ones(4)], at_once(c10d.BroadcastOptions()))   # not shown: the profiler does not run yet
         with torch.autograd.profiler.profile(enabled=rank == 0) as profile:
             for _ in range(3):
                 group.allreduce([torch.ones(4)], at_once(c10d.AllreduceOptions()))
-            group.allreduce([torch.ones(4)], begun).wait()
+            group.allreduce([torch.ones(4)], ASYNC).wait()
         return {each.key: each.count for each in profile.key_averages() if "rankloom" in each.key} if rank == 0 else None
 
     def at_once(options):
@@ -115,15 +116,14 @@ def test_a_rank_that_is_lost_in_a_backward_of_ddp_is_an_error_in_its_cpp_and_no_
 
 def test_works_after_a_batch_that_an_error_has_ended_are_forgotten_when_they_have_ended(ranks):
     def body(rank):
-        group, begun = ranks.groups[rank], c10d.AllreduceOptions()
-        begun.asyncOp = True
+        group = ranks.groups[rank]
         group._start_coalescing(CPU)
         with pytest.raises(ConfigError, match="the tag is -5"):   # torch closes no batch then
             group.send([torch.ones(1)], 1 - rank, -5)
         seen = weakref.WeakSet()
         for _ in range(100):
             seen.add(x := torch.ones(1000))
-            group.allreduce([x], begun).wait()
+            group.allreduce([x], ASYNC).wait()
         del x
         return len(seen)
 
@@ -149,6 +149,13 @@ def test_a_batch_is_of_one_thread(ranks):
     assert x.item() == 1.0 and not others.is_completed()
     ranks.groups[1].send([torch.ones(1)], 0)
     assert others.wait() and y.item() == 1.0
+
+
+def test_the_threads_that_set_futures_end_with_the_group_and_works_that_were_not_left_but_dropped(ranks):
+    futures = [group.allreduce([torch.ones(1)], ASYNC).get_future() for group in ranks.group(range(2))]
+    ranks._made.clear()
+    assert all(future.wait() for future in futures)
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "rankloom-herald"])
 
 
 class Looked:

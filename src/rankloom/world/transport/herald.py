@@ -30,22 +30,24 @@ class Herald:
     """Sets futures of collectives, which end in the order of the calls.
 
     The callbacks of a future may wait for other futures of this group (torch's PowerSGD does). So at any time, one thread runs none:
-    it waits for the next work, or for a new entry in the queue.
+    it waits for the next work, or for a new entry in the queue. A thread keeps its herald only while it sets a future: they end when the
+    herald is dropped, with its group and the works that have it.
     """
 
     def __init__(self) -> None:
-        self._news: queue.SimpleQueue[tuple[Awaited, torch.futures.Future] | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
         self._lock = threading.Lock()   # guards the rest
         self._threads: list[threading.Thread] = []
         self._free = 0   # threads that do not run callbacks of a future
         self._closed = False
+        weakref.finalize(self, self._news.put, None).atexit = False
         _heralds.add(self)
 
     def announce(self, work: Awaited, future: torch.futures.Future) -> None:
         """Set `future` once `work` has ended."""
         with self._lock:
             if is_open := not self._closed:
-                self._news.put((work, future))
+                self._news.put((self, work, future))
                 self._attend()
         if not is_open:   # then nothing is in flight any more
             tell(work, future)
@@ -62,16 +64,14 @@ class Herald:
     def _attend(self) -> None:
         if not self._free:
             self._free += 1
-            self._threads.append(threading.Thread(target=self._run, name="rankloom-herald", daemon=True))
+            self._threads.append(threading.Thread(target=_run, args=(self._news,), name="rankloom-herald", daemon=True))
             self._threads[-1].start()
 
-    def _run(self) -> None:
-        while (news := self._news.get()) is not None:
-            tell(*news, before=self._hand_over)
-            del news   # it refers to tensors, and the next may take long to come
-            with self._lock:
-                self._free += 1
-        self._news.put(None)   # for the next thread
+    def tell_first(self, work: Awaited, future: torch.futures.Future) -> None:
+        """For a thread that reads the queue: `tell` what came first in it."""
+        tell(work, future, before=self._hand_over)
+        with self._lock:
+            self._free += 1
 
     def _hand_over(self) -> None:
         """Make sure that another thread reads the queue while this one runs the callbacks of a future."""
@@ -79,6 +79,17 @@ class Herald:
             self._free -= 1
             if not self._news.empty():
                 self._attend()
+
+
+News = tuple[Herald, Awaited, torch.futures.Future]
+
+
+def _run(news: "queue.SimpleQueue[News | None]") -> None:
+    while (first := news.get()) is not None:
+        herald, work, future = first
+        herald.tell_first(work, future)
+        del first, work, future, herald   # they refer to tensors, and the next may take long to come
+    news.put(None)   # for the next thread
 
 
 def tell(work: Awaited, future: torch.futures.Future, before: Callable[[], object] = bool) -> None:

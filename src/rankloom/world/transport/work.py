@@ -159,6 +159,7 @@ class Pending(Work):
             self._ended = True
             if self.holder is not None:
                 self.holder.discard(self)
+                self.holder = None   # it may keep this work: a ring, which only the garbage collector would find
 
     def _bring_home(self) -> Exception | None:
         """Copy the results, and drop the tensors. Returns the error, if any: later calls of `wait` raise it, too."""
