@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +90,13 @@ ALL_TO_ALLS = [name for name in ("alltoall_base", "all_to_all_single") if hasatt
 @pytest.mark.parametrize("method", ALL_TO_ALLS)
 def test_all_to_all_takes_a_time_out_by_itself(world, method):
     dealt = outcome(world, method, lambda rank: torch.zeros(P), lambda rank: x_of(rank, P), same([]), same([]), same(seconds(60)))
+    assert dealt == [[10.0 * frm + rank for frm in range(P)] for rank in range(P)]
+
+
+@pytest.mark.parametrize("method", ALL_TO_ALLS)
+def test_all_to_all_takes_the_splits_as_an_array_of_numpy(world, method):
+    ones = same(np.ones(P, np.int64))
+    dealt = outcome(world, method, lambda rank: torch.zeros(P), lambda rank: x_of(rank, P), ones, ones)
     assert dealt == [[10.0 * frm + rank for frm in range(P)] for rank in range(P)]
 
 

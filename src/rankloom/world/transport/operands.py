@@ -286,9 +286,9 @@ def table_of(given: Sequence[Tensor], targets: Sequence[Tensor], size: int) -> b
 def cut_rows(x: Tensor, rows: Sequence[int], parts: int, label: str) -> tuple[list[int], list[int]]:
     """The offsets of shares of `rows` rows each in `x`, and their lengths, in bytes; if `rows` is empty, shares are equal."""
     there = x.shape[0] if x.dim() else 0
-    rows = rows or [there // parts] * parts
+    rows = [index(count) for count in rows] or [there // parts] * parts
     if x.dim() == 0 or len(rows) != parts or sum(rows) != there or min(rows) < 0:
-        raise ShapeMismatch(f"{label}: splits {list(rows)} do not give the {there} rows of the tensor to {parts} ranks")
+        raise ShapeMismatch(f"{label}: splits {rows} do not give the {there} rows of the tensor to {parts} ranks")
     row = x.nbytes // max(there, 1)
     lengths = [count * row for count in rows]
     return [0, *accumulate(lengths)][:-1], lengths

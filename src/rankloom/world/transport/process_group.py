@@ -264,7 +264,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         opts = opts or c10d.AllToAllOptions()
         operands.expect_dtype(output, [input], where)
         given = operands.untouched(given, target)
-        if not output_splits and not input_splits:
+        if not len(output_splits) and not len(input_splits):   # not by their truth, which an array of numpy does not have
             operands.expect_size(target.numel(), given.numel(), where, "output")
             operands.expect_size(given.numel() % self.size(), 0, where, "input modulo ranks")
             lengths: Lengths = given.nbytes // self.size()
