@@ -191,6 +191,7 @@ REFUSED = {
     "sparse tensors of several shapes": lambda group: group.allreduce([torch.eye(3 + group.rank()).to_sparse()], options()),
     "a tensor without memory": lambda group: group.allreduce([torch.ones(2, device="meta")], options()),
     "the values of a quantised tensor without its scale": lambda group: group.broadcast([quantised()], options(dist.BroadcastOptions)),
+    "the sum of quantised tensors": lambda group: group.allreduce([quantised()], options()),
     "a message of a quantised tensor": lambda group: group.send([quantised()], 1, 0),
     "a message into a quantised tensor": lambda group: group.recv([quantised()], 1, 0),
     "no tensor": lambda group: group.allreduce([], options()),
@@ -237,6 +238,7 @@ def test_what_cannot_be_right_is_refused_by_name_and_does_no_harm(ranks, what):
     errors, took = raised(world, REFUSED[what])
     assert all(isinstance(error, RankloomError) for error in errors), errors
     assert all(isinstance(error, ShapeMismatch | ConfigError | NotContiguous) and str(error) for error in errors), errors
+    assert all("quantised" in str(error) for error in errors) == ("quantised" in what), "another's advice is false for it"
     assert max(took) < AT_ONCE
     assert raised(world, all_reduce)[0] == [None] * 3, "the group is whole"
 

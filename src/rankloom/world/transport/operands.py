@@ -209,10 +209,10 @@ def countable(x: Tensor, op: Any, label: str, size: int) -> tuple[Tensor, int, i
     op:     torch's ReduceOp; the kernels add whole numbers for AVG, and the function divides by `size`, the number of ranks
     raises: ShapeMismatch for an operation that this dtype does not have
     """
+    flat, back = dense_output(x, label)
     number, code, refusal = _arithmetic(x.dtype, op.op)
     if refusal:
         raise ShapeMismatch(f"{label}: {refusal}")
-    flat, back = dense_output(x, label)
     if x.dtype in NUMBERS:
         return flat, number, code, partial(_divide, x, size, back) if code == AVG and not x.is_floating_point() else back
     if x.is_complex():
