@@ -159,7 +159,7 @@ def prepared(world: rl.World, stage: int, model: nn.Module | None = None, **opti
         with torch.device("meta"):
             model = Net()
     if world.mesh.pipe > 1:
-        options |= {"pipe": rl.Pipe(pieces=Net.pieces, loss=lambda model: None, schedule="gpipe")}
+        options |= {"pipe": rl.Pipe(pieces=Net.pieces, loss=lambda model: nn.MSELoss(), schedule="gpipe")}
     return rl.prepare(model, loss=lambda model, piece: (model(piece).square().sum(), piece.numel()),
                       optimizer=lambda params: torch.optim.SGD(params, lr=0.1), world=world, stage=stage, **options)
 

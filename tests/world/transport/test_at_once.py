@@ -1,5 +1,7 @@
 """The short way of small calls: the same results, the same account and the same refusals as the long way."""
 
+import threading
+
 import pytest
 import torch
 
@@ -135,21 +137,27 @@ def test_nothing_goes_over_a_group_that_is_closed():
 
 def test_an_exchange_that_times_out_names_who_did_not_take_what_was_sent():
     """And not the sender, whose message had come."""
+    over = threading.Barrier(P)
+
     def body(world):
         if world.rank == 2:
             world.send(torch.ones(4), 0)
         if world.rank == 0:
             with pytest.raises(CollectiveTimeout, match="rank 1 .*did not come"):
                 world.exchange(torch.ones(1 << 20), 1, torch.zeros(4), 2)
+        over.wait(20)   # a rank that has returned has left
         return True
 
     assert rl.simulate(P, body, backend="rankloom", timeout=5.0) == [True] * P
 
 
 def test_plain_receives_in_a_ring_name_each_the_rank_that_they_waited_for():
+    over = threading.Barrier(P)
+
     def body(world):
         with pytest.raises(CollectiveTimeout, match=rf"timeout of 5 s: rank {(world.rank + 1) % P} \(slow, .*\) did not come$"):
             world.recv(torch.zeros(3), (world.rank + 1) % P)
+        over.wait(20)
         return True
 
     assert rl.simulate(P, body, backend="rankloom", timeout=5.0) == [True] * P
