@@ -32,10 +32,14 @@ class InFlight:
         return [handle for reference in self._handles.valuerefs() if (handle := reference()) is not None]
 
     @property
+    def is_idle(self) -> bool:
+        """Whether all that somebody holds has ended."""
+        return all(has_ended(work) for handle in self.handles() for work in handle.works or ())
+
+    @property
     def has_ended(self) -> bool:
-        """Whether all that was begun has ended, be it held or dropped. (Of dropped messages, gloo does not say so.)"""
-        works = [work for handle in self.handles() for work in handle.works or ()]
-        return all(map(has_ended, (*works, *(work for dropped in self._dropped for work in dropped))))
+        """The same, of what was dropped too. (Of dropped messages, gloo does not say so.) Any thread may ask, so it looks at a copy."""
+        return self.is_idle and all(has_ended(work) for works in [*self._dropped] for work in works)
 
     def add(self, handle: "Handle") -> None:
         """Remember a new handle, and forget what has ended of those that were dropped.

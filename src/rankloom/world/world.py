@@ -19,7 +19,6 @@ from rankloom.base.topology import Topology
 from rankloom.world import connect
 from rankloom.world.debug import Inspector
 from rankloom.world.group import Group
-from rankloom.world.handle import has_ended
 from rankloom.world.ledger import Ledger
 from rankloom.world.open_files import make_room
 from rankloom.world.pairwise import is_nccl
@@ -101,8 +100,7 @@ class World(Group):
     @property
     def is_idle(self) -> bool:
         """Whether all collectives have ended that this rank has begun in any of its groups, and whose handle still exists."""
-        handles = [handle for group in (self, *self._parts()) for handle in group.in_flight.handles()]
-        return all(has_ended(work) for handle in handles for work in handle.works or ())
+        return all(group.in_flight.is_idle for group in (self, *self._parts()))
 
     @property
     def has_ended(self) -> bool:
