@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import rankloom as rl
-from patience import AT_ONCE, wait_until
+from patience import AT_ONCE, no_thread_is_left, wait_until
 from rankloom.world import debug
 from rankloom.world.debug import Fingerprint
 
@@ -479,8 +479,8 @@ def test_closing_a_group_ends_what_waits_to_be_compared():
             with pytest.raises(rl.RankLost, match="closed"):
                 handle.wait()
 
-    rl.simulate(2, body, timeout=60.0)
-    wait_until(lambda: not any(thread.name == "rankloom-debug" for thread in threading.enumerate()))
+    with no_thread_is_left("rankloom-debug"):
+        rl.simulate(2, body, timeout=60.0)
 
 
 # ---------------------------------------------------------------- ranks that are gone
@@ -511,10 +511,8 @@ def test_ranks_that_wait_for_one_that_has_raised_are_set_free_and_no_thread_is_l
             raise ZeroDivisionError
         {1: lambda: group.all_reduce(torch.ones(1)), 2: world.barrier, 3: lambda: world.recv(torch.ones(1), 0)}[mine]()
 
-    before = {*threading.enumerate()}   # an earlier test may have left some to their time-out
-    with pytest.raises(ZeroDivisionError):
+    with no_thread_is_left(), pytest.raises(ZeroDivisionError):
         rl.simulate(rl.Mesh(replicate=2, shard=2), body, timeout=600.0, backend=backend)
-    wait_until(lambda: not [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("rank-")])
 
 
 def test_what_a_rank_announced_before_it_left_counts():

@@ -9,6 +9,8 @@ compares labels too, and tells all ranks.
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 from torch import Tensor
 
@@ -25,10 +27,9 @@ class Referee:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()   # guards the rest
-        self.counts: Counter[int] = Counter()                        # collectives that each rank has begun
-        self.waits: dict[int, int] = {}   # the last of them that it waits for in the call itself
-        self.calls: defaultdict[int, dict[int, Fingerprint]] = defaultdict(dict)   # by number and rank
-        self.messages: defaultdict[Way, deque[Unmet]] = defaultdict(deque)   # the same end of all on a way
+        self.counts: Counter[int] = Counter()   # collectives that each rank has begun
+        self.calls: defaultdict[int, dict[int, Part]] = defaultdict(dict)   # by number and rank
+        self.messages: defaultdict[Way, deque[Part]] = defaultdict(deque)   # the same end of all on a way
         self.left: set[int] = set()   # the ranks whose body has returned
         self.closed: set[int] = set()
 
@@ -40,64 +41,62 @@ class Seat:
         self._referee, self._rank, self._names = referee, rank, names
 
     def checked(self, mine: Fingerprint, start: Start, async_op: bool) -> Start:
-        """`start` itself. raises: CollectiveMismatch when a rank that has come makes another call"""
+        """`start`, and for an asynchronous call what to wait for before. raises: CollectiveMismatch when a rank makes another call"""
         at = self._referee
         with at.lock:
             at.counts[self._rank] += 1
             number = at.counts[self._rank]
             came = at.calls[number]
-            others: dict[int, object] = {rank: RETURNED for rank in at.left if at.counts[rank] < number}
-            others |= {rank: theirs for rank, theirs in came.items() if not self._fit(mine, rank, theirs)}
-            came[self._rank] = mine
-            if not async_op:
-                at.waits[self._rank] = number
-            if len(came) == len(self._names):
+            missing = next(iter(came.values())).missing if came else {*range(len(self._names))}
+            missing.remove(self._rank)
+            part = came[self._rank] = Part(self, self._rank, mine, missing, number, awaited=not async_op)
+            others: dict[int, object] = dict.fromkeys(missing & at.left, RETURNED)
+            others |= {rank: theirs.call for rank, theirs in came.items() if not self._fit(mine, rank, theirs.call)}
+            if not missing:
                 del at.calls[number]
         if others:
-            raise self._other_calls(number, others | {self._rank: mine})
-        return start
+            raise self._unlike(number, others | {self._rank: mine})
+        return part.before(start) if async_op else start
 
-    def announce(self, op: str, x: Tensor, peer: int, tag: int) -> Sequence["Unmet"]:
+    def announce(self, op: str, x: Tensor, peer: int, tag: int) -> Sequence["Part"]:
         """The same for one end of a message, `send` or `recv`. Returns what to wait for besides the message, which takes no time."""
         at, way = self._referee, (self._rank, peer, tag) if op == "send" else (peer, self._rank, tag)
-        mine = Unmet(self, self._rank, peer, End.of(op, x, call_site()))
+        mine = Part(self, self._rank, End.of(op, x, call_site()), {peer})
         with at.lock:
             waiting = at.messages[way]
-            theirs = waiting.popleft() if waiting and waiting[0].end.op != op else None
+            theirs = waiting.popleft() if waiting and waiting[0].call.op != op else None
             if theirs:
-                theirs.met = mine.met = True
+                theirs.missing.clear()
+                mine.missing.clear()
             else:
                 waiting.append(mine)
-        if theirs and not mine.end.fits(theirs.end):
-            raise self._mismatch(f"a message {UNLIKE}", {peer: theirs.end, self._rank: mine.end}, ADVICE)
+        if theirs and not mine.call.fits(theirs.call):
+            raise self._mismatch(f"a message {UNLIKE}", {peer: theirs.call, self._rank: mine.call}, ADVICE)
         return (mine,)
 
-    def begin_to_wait(self, mine: "Unmet") -> None:
-        """This rank begins to wait for a message. raises: CollectiveMismatch when the other end cannot come any more"""
+    def begin_to_wait(self, part: "Part") -> None:
+        """This rank begins to wait for a call that it has begun. raises: CollectiveMismatch when another cannot come to it any more"""
         at = self._referee
         with at.lock:
-            mine.awaited = True
-            never = not mine.met and mine.peer in at.left
+            part.awaited = True
+            never = dict.fromkeys(part.missing & at.left, RETURNED)
         if never:
-            raise self._one_end({mine.peer: RETURNED, self._rank: mine.end})
+            raise self._unlike(part.number, never | {self._rank: part.call})
 
     def leave(self) -> None:
         """This rank makes no more calls. raises: CollectiveMismatch when others wait for one
 
-        An asynchronous collective counts not: who has begun it may never wait for it, but fail, and that error is to be told.
+        What another has begun and does not wait for counts not: it may never wait, or fail, and that error is to be told.
         """
         at = self._referee
         with at.lock:
             at.left.add(self._rank)
-            number = at.counts[self._rank] + 1
             over = at.left | at.closed
-            calls = {rank: call for rank, call in at.calls.get(number, {}).items() if rank not in over and at.waits.get(rank) == number}
-            unmet = {mine.rank: mine.end for way, ends in at.messages.items() if self._rank in way[:2] for mine in ends
-                     if mine.peer == self._rank and mine.rank not in over and mine.awaited}   # others may never be missed
-        if calls:
-            raise self._other_calls(number, calls | {self._rank: RETURNED})
-        if unmet:
-            raise self._one_end(unmet | {self._rank: RETURNED})
+            begun = chain(*(came.values() for came in at.calls.values()), *at.messages.values())
+            parts = [part for part in begun if self._rank in part.missing and part.awaited and part.rank not in over]
+        if parts:
+            number = parts[0].number
+            raise self._unlike(number, {part.rank: part.call for part in parts if part.number == number} | {self._rank: RETURNED})
 
     def close(self) -> None:
         """This rank waits for nobody any more. Those that wait for it notice that themselves: its connection is closed."""
@@ -113,33 +112,40 @@ class Seat:
         (sends, expects), (their_sends, they_expect) = mine.rows, theirs.rows
         return sends[rank] == they_expect[self._rank] and their_sends[self._rank] == expects[rank]
 
-    def _other_calls(self, number: int, calls: Mapping[int, object]) -> CollectiveMismatch:
+    def _unlike(self, number: int, calls: Mapping[int, object]) -> CollectiveMismatch:
+        """number: which collective of the group it is, 0 for messages"""
+        if not number:
+            return self._mismatch("a rank waits for a message that has one end only", calls,
+                                  "Every `recv` needs a `send` of the other rank, and every `send` a `recv`.")
         return self._mismatch(f"collective number {number} of this group is not the same on all ranks", calls,
                               "Every rank must make the same calls in the same order, and expect what the others send.")
-
-    def _one_end(self, calls: Mapping[int, object]) -> CollectiveMismatch:
-        return self._mismatch("a rank waits for a message that has one end only", calls,
-                              "Every `recv` needs a `send` of the other rank, and every `send` a `recv`.")
 
     def _mismatch(self, what: str, calls: Mapping[int, object], advice: str) -> CollectiveMismatch:
         table = "\n".join(f"  rank {self._names[rank]}: {call}" for rank, call in sorted(calls.items()))
         return CollectiveMismatch(f"rank {self._names[self._rank]}: {what}:\n{table}\n{advice}")
 
 
-class Unmet:
-    """One end of a message whose other end may not have come. A rank waits for it as for the message itself, so that others know that.
+class Part:
+    """One rank's part of a call: of a collective, or one end of a message. The rank waits for it as for the call itself, so that others
+    know that: they may return before a call for which nobody waits, such as a `recv` of a word to stop that never comes.
 
-    A rank may return before one for which nobody waits, such as a `recv` of a word to stop that never comes.
+    missing: the ranks that have not come to the call; one set for all parts of a collective
     """
 
-    def __init__(self, seat: Seat, rank: int, peer: int, end: End):
-        self._seat, self.rank, self.peer, self.end = seat, rank, peer, end
-        self.met = self.awaited = False
+    def __init__(self, seat: Seat, rank: int, call: Any, missing: set[int], number: int = 0, awaited: bool = False):
+        self._seat, self.rank, self.call, self.missing, self.number, self.awaited = seat, rank, call, missing, number, awaited
+
+    def before(self, start: Start) -> Start:
+        """A start whose works begin with this part."""
+        def begin(pg: Any) -> list[Any]:
+            works = start(pg)
+            return [self, *(works if isinstance(works, list) else [works])]
+        return begin
 
     def wait(self) -> None:
         """raises: CollectiveMismatch"""
         self._seat.begin_to_wait(self)
 
     def is_completed(self) -> bool:
-        """That the message has ended, the backend tells."""
+        """That the call has ended, the backend tells."""
         return True

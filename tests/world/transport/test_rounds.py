@@ -54,6 +54,14 @@ def ranks():
 
 
 @pytest.fixture
+def new_pair(ranks):
+    """Two ranks that have not called anything: those of `ranks(2)` know the arguments of earlier tests, at addresses that come again."""
+    made = DeviceRanks(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def trio(ranks):
     """Three ranks for a test that breaks them."""
     made = ranks(3)
@@ -223,15 +231,15 @@ def test_shares_follow_each_other_begin_where_copies_are_wide_and_leave_nothing_
     assert max(end - begin for begin, end in parts) < nbytes / ranks_ + rounds.GRAIN
 
 
-def test_rows_that_were_found_right_are_not_looked_through_again(ranks, monkeypatch):
+def test_rows_that_were_found_right_are_not_looked_through_again(new_pair, monkeypatch):
     looked = []
     monkeypatch.setattr(rounds, "find_fault", lambda table, numbers: looked.append(table.tolist()))
-    given = [torch.ones(77), torch.ones(77)]   # they live to the end, so that no later call has the same arguments
-    ranks(2).each(lambda group, rank: [group.allreduce([given[rank]]).wait() for _ in range(20)])
+    given = [torch.ones(77), torch.ones(77)]
+    new_pair.each(lambda group, rank: [group.allreduce([given[rank]]).wait() for _ in range(20)])
     assert len(looked) == 2, "once by each rank"
 
 
-def test_views_of_the_arguments_of_a_call_are_not_made_again_when_it_comes_again(ranks, monkeypatch):
+def test_views_of_the_arguments_of_a_call_are_not_made_again_when_it_comes_again(new_pair, monkeypatch):
     def body(group, rank):
         tensors = torch.ones(3), group.buffer((4096,)), torch.ones(4096)
         for x in tensors:
@@ -245,7 +253,7 @@ def test_views_of_the_arguments_of_a_call_are_not_made_again_when_it_comes_again
         group.allreduce([tensors[0][:2].fill_(5)]).wait()
         return tensors[0].tolist(), len(made)
 
-    assert ranks(2).each(body) == [([10.0, 10.0, 7.0], 2)] * 2, "one to read and one to write, for the call that is new"
+    assert new_pair.each(body) == [([10.0, 10.0, 7.0], 2)] * 2, "one to read and one to write, for the call that is new"
 
 
 def test_a_shared_buffer_in_the_place_of_one_that_is_gone_is_summed_in_its_own_memory(ranks):

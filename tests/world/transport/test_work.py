@@ -13,7 +13,7 @@ from torch._C import _distributed_c10d as c10d
 
 import rankloom as rl
 from conformance.ranks import Ranks
-from patience import AT_ONCE, wait_until
+from patience import AT_ONCE, no_thread_is_left
 from rankloom.base.errors import CollectiveTimeout, ConfigError
 from rankloom.world.transport.through_host import HostWork
 from rankloom.world.transport.work import DONE, FEW, Unwatched
@@ -152,10 +152,10 @@ def test_a_batch_is_of_one_thread(ranks):
 
 
 def test_the_threads_that_set_futures_end_with_the_group_and_works_that_were_not_left_but_dropped(ranks):
-    futures = [group.allreduce([torch.ones(1)], ASYNC).get_future() for group in ranks.group(range(2))]
-    ranks._made.clear()
-    assert all(future.wait() for future in futures)
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "rankloom-herald"])
+    with no_thread_is_left("rankloom-herald"):
+        futures = [group.allreduce([torch.ones(1)], ASYNC).get_future() for group in ranks.group(range(2))]
+        ranks._made.clear()
+        assert all(future.wait() for future in futures)
 
 
 class Looked:
