@@ -201,7 +201,7 @@ def scale(
 ) -> None:
     """Measure how training scales with ranks: speed-up, efficiency, share of time in communication.
 
-    Trains FILE for a few steps on each number of ranks. Prints a table, and writes scale.json and scale.png.
+    Trains FILE for a few steps on each number of ranks. Prints a table, and writes scale.json, scale.png and the config of each run.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ def scale(
     out
         The folder for the results; by default runs/scale-<time>.
     """
-    from rankloom.train.run.config import load_config
+    from rankloom.train.run.config import config_of, parse_overrides, read_table, write_config
     from rankloom.train.run.scaling_runs import parse_ranks, plan_study
     from rankloom.watch.scaling import WARM_UP_STEPS, measure, scaling_rows, title_of
 
@@ -226,18 +226,18 @@ def scale(
         raise ConfigError(f"rankloom scale starts the ranks of each of its runs itself: give the command without {launcher}")
     if steps <= WARM_UP_STEPS:
         raise ConfigError(f"--steps {steps}: the first {WARM_UP_STEPS} steps of a run warm up and are not counted; give more")
-    if file.is_fifo():
-        raise ConfigError(f"{file}: is a pipe, which can be read once, and each run of a study reads its config: give a file")
-    config = load_config(file, overrides)
+    table = read_table(file)
+    config = config_of(table, str(file), parse_overrides(overrides))
     folder = out or expanded(config.run.folder) / f"scale-{datetime.now():%Y-%m-%d-%H%M%S}"
     numbers = parse_ranks(ranks)
     threads = max(1, cores() // numbers[-1])
-    plans = plan_study(file, overrides, numbers, steps=steps, weak=weak, threads=threads, folder=folder)
+    plans = plan_study(table, str(file), overrides, numbers, steps=steps, weak=weak, threads=threads, folder=folder)
     make_folder(folder, "--out")
     with handling_stop_signals(lambda number, frame: sys.exit(128 + number)):   # which ends the run, too
-        for n, words in plans.items():
+        for n, of_run in plans.items():
             print(f"--- {n} {'rank' if n == 1 else 'ranks'}")
-            _run_child([sys.executable, "-m", "rankloom", "train", str(file), *words])
+            write_config(of_run, of_n := folder / f"ranks-{n}.toml")
+            _run_child([sys.executable, "-m", "rankloom", "train", str(of_n)])
     rows = scaling_rows([measure(folder / f"ranks-{n}", n) for n in plans])
     _show_scaling(rows, folder, title_of(config.model.preset, rows, weak=weak))
 

@@ -6,7 +6,7 @@ import pytest
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.mesh import Mesh
-from rankloom.train.run.config import load_config
+from rankloom.train.run.config import read_table
 from rankloom.train.run.scaling_runs import parse_ranks, plan_study
 
 FILE = """
@@ -32,8 +32,7 @@ def file(tmp_path):
 
 
 def planned(file, ranks, *, weak=False, overrides=()):
-    plans = plan_study(file, overrides, ranks, steps=9, weak=weak, threads=2, folder=Path("out"))
-    return [load_config(file, words) for words in plans.values()]
+    return [*plan_study(read_table(file), str(file), overrides, ranks, steps=9, weak=weak, threads=2, folder=Path("out")).values()]
 
 
 def test_strong_scaling_keeps_the_global_batch(file):
@@ -127,4 +126,4 @@ def test_a_folder_that_holds_runs_of_an_earlier_study_is_refused_before_the_firs
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").touch()
     with pytest.raises(ConfigError, match=r"--out .*: holds ranks-2 of an earlier study; give another folder"):
-        plan_study(file, (), [1, 2, 4], steps=9, weak=False, threads=2, folder=tmp_path)
+        plan_study(read_table(file), str(file), (), [1, 2, 4], steps=9, weak=False, threads=2, folder=tmp_path)

@@ -50,12 +50,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     The value `none` removes a key.
     raises: ConfigError, which lists all mistakes
     """
-    return config_of(_read(Path(path)), str(path), parse_overrides(overrides))
+    return config_of(read_table(path), str(path), parse_overrides(overrides))
 
 
-def config_of(table: Table, where: str, flags: Sequence[Override]) -> Config:
+def config_of(file: Table, where: str, flags: Sequence[Override]) -> Config:
     """Apply overrides to a nested table, and check the result. where: its source, for errors. raises: ConfigError"""
-    file = deepcopy(table)
+    table = deepcopy(file)
     for flag in flags:
         _lay_over(table, flag)
     given = {(flag.section, flag.key): flag.flag for flag in flags}
@@ -139,7 +139,9 @@ def _several(text: str) -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in pairs] if all(name.isidentifier() and value for name, _, value in pairs) else []
 
 
-def _read(path: Path) -> Table:
+def read_table(path: str | Path) -> Table:
+    """The nested table of a TOML file. raises: ConfigError"""
+    path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")   # some editors write a byte-order mark
         return tomllib.loads(text)

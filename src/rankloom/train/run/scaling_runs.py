@@ -6,7 +6,7 @@ from pathlib import Path
 from rankloom.base.errors import ConfigError
 from rankloom.data.text import expect_source
 from rankloom.data.tokenizer import expect_tokenizer
-from rankloom.train.run.config import load_config, parse_overrides
+from rankloom.train.run.config import Table, config_of, parse_overrides
 from rankloom.train.run.folder import holds_run
 from rankloom.train.run.schema import Config
 
@@ -63,14 +63,16 @@ def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threa
     ]
 
 
-def plan_study(file: Path, overrides: Sequence[str], ranks: Sequence[int], *, steps: int, weak: bool, threads: int,
-               folder: Path) -> dict[int, list[str]]:
-    """Number of ranks -> all overrides of its run. Every run is checked before the first one starts.
+def plan_study(table: Table, where: str, overrides: Sequence[str], ranks: Sequence[int], *, steps: int, weak: bool, threads: int,
+               folder: Path) -> dict[int, Config]:
+    """Number of ranks -> the config of its run. Every run is checked before the first one starts.
 
+    table:  the user's; where: its source, for errors
     raises: DataError when there is no text; ConfigError for an impossible number of ranks, such as one that the other axes do not
             divide, for an override that would have no effect, and for a folder that holds such runs
     """
-    config, flags = load_config(file, overrides), {(flag.section, flag.key): flag for flag in parse_overrides(overrides)}
+    flags = {(flag.section, flag.key): flag for flag in parse_overrides(overrides)}
+    config = config_of(table, where, [*flags.values()])
     for (section, key), flag in flags.items():
         reason, aside = DECIDED.get((section, key)), SET_ASIDE.get((section, key))
         if reason or (aside and getattr(getattr(config, section), key)):
@@ -83,8 +85,8 @@ def plan_study(file: Path, overrides: Sequence[str], ranks: Sequence[int], *, st
     plans = {}
     for n in ranks:
         try:
-            plans[n] = [*overrides, *study_overrides(config, n, steps=steps, weak=weak, threads=threads, folder=folder, shard=shard)]
-            load_config(file, plans[n])
+            more = study_overrides(config, n, steps=steps, weak=weak, threads=threads, folder=folder, shard=shard)
+            plans[n] = config_of(table, where, parse_overrides([*overrides, *more]))
         except ConfigError as error:
             raise ConfigError(f"on {n} ranks: {error}") from None
     return plans
