@@ -211,6 +211,38 @@ def test_a_registered_all_reduce_that_returns_no_sum_is_an_error(table):
     assert rl.simulate(2, body) == [True] * 2
 
 
+@pytest.mark.parametrize("wrapped", ["data_parallel", "prepare"])
+def test_after_a_registered_all_reduce_has_raised_on_all_ranks_training_goes_on_and_the_error_comes_once(table, wrapped):
+    def fails_at_first(x, group):
+        if failing[group.rank]:
+            raise ValueError("not yet")
+        return rl.ring_all_reduce(x, group)
+
+    rl.register_all_reduce("fails at first", fails_at_first)
+    failing = [True] * 2
+
+    def body(world):
+        model, rows = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Linear(30, 1)), torch.full((2, 30), world.rank + 1.0)
+        for param in model.parameters():
+            torch.nn.init.ones_(param)
+        if wrapped == "prepare":
+            engine = rl.prepare(model, loss=lambda model, x: (model(x).sum(), len(x)), world=world, all_reduce="fails at first",
+                                optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+            engine.placement._reducer._bucket_bytes = 1   # four buckets, which all fail
+            step = lambda: engine.step(rows)
+        else:
+            ddp = rl.data_parallel(model, world, all_reduce="fails at first", bucket_bytes=1)
+            step = lambda: ddp(rows).sum().backward()
+        with pytest.raises(ValueError, match="not yet"):
+            step()
+        failing[world.rank] = False
+        step()
+        return model[1].weight.grad.sum().item()
+
+    hidden = sum(30 * (30 * (rank + 1.0) + 1) for rank in range(2))   # of one row of each rank
+    assert rl.simulate(2, body) == [hidden / 2 if wrapped == "prepare" else hidden] * 2   # the mean of 4 rows; of 2 ranks' sums of 2 rows
+
+
 @pytest.mark.parametrize(("name", "algorithm"), [("x", None), ("", lambda x, group: x), (3, lambda x, group: x)],
                          ids=["None", "empty", "3"])
 def test_what_is_no_name_or_no_function_is_not_registered(table, name, algorithm):

@@ -221,10 +221,17 @@ class GradientReducer:
         return numbers, most == -least
 
     def _wait_for_buckets(self) -> None:
+        """Until nothing is written to them any more, also where some fail. raises: the error of the first that has failed, once"""
+        errors = []
         for bucket in self.buckets:
-            if bucket.wait is not None:
-                bucket.wait()
-                bucket.wait = None
+            try:
+                if bucket.wait is not None:
+                    bucket.wait()
+            except Exception as error:
+                errors.append(error)
+            bucket.wait = None
+        if errors:
+            raise errors[0]
 
     def _reset(self) -> None:
         self._launched = 0
