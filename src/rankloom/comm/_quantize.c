@@ -183,10 +183,11 @@ INLINED void add1(const uint8_t *record, float *v)
             memcpy(v, x, sizeof v);                                                                                    \
             encode_with_error##BITS(v, BLOCK##BITS, error, out);                                                       \
         }                                                                                                              \
+        if (!n)                                                                                                        \
+            return;                                                                                                    \
         memset(v, 0, sizeof v);                                                                                        \
         memcpy(v, x, n * sizeof(float));                                                                               \
-        if (n)                                                                                                         \
-            encode_with_error##BITS(v, (int)n, error, out);                                                            \
+        encode_with_error##BITS(v, (int)n, error, out);                                                                \
     }                                                                                                                  \
     INLINED void sum##BITS(const uint8_t *inbox, Py_ssize_t ranks, Py_ssize_t blocks, float *v)                        \
     {                                                                                                                  \
