@@ -224,7 +224,8 @@ def test_a_factor_for_the_gradients_is_handed_to_all_parts_if_all_take_it():
     (lambda p: [optim.SGD(p), optim.SGD(p[1:])], "^m: updated by more than one optimizer"),
     (lambda p: optim.LBFGS(p), "LBFGS evaluates the loss many times"),
     (lambda p: [optim.LBFGS(p[:1]), optim.SGD(p[1:])], "LBFGS evaluates the loss many times"),
-], ids=["optimizer", "none", "nothing", "no parts", "odd part", "other tensors", "twice", "lbfgs", "lbfgs in a list"])
+    (lambda p: torch.optim.Optimizer(p, {}), "^Optimizer has a group of parameters without a learning rate"),
+], ids=["optimizer", "none", "nothing", "no parts", "odd part", "other tensors", "twice", "lbfgs", "lbfgs in a list", "no rate"])
 def test_what_is_no_optimizer_of_these_parameters_is_refused(build, said):
     vector, matrix = two()
     with pytest.raises(ConfigError, match=said):

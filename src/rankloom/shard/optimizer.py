@@ -212,6 +212,9 @@ def make_optimizer(build: Build, params: Mapping[str, nn.Parameter]) -> Optimize
     if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
         raise ConfigError("LBFGS evaluates the loss many times a step and looks at all parameters at once; here the loss is evaluated "
                           "once and each rank updates its own share. Use an optimizer that treats each tensor by itself")
+    if rateless := next((one for one in optimizers if any("lr" not in param_group for param_group in one.param_groups)), None):
+        raise ConfigError(f"{type(rateless).__name__} has a group of parameters without a learning rate, which each step reports and a "
+                          "schedule sets: keep it there as torch's do, `super().__init__(params, {'lr': lr})`, and read `group['lr']`")
     for one in optimizers:
         if inner := next((name for name, held in vars(one).items() if isinstance(held, torch.optim.Optimizer)), None):
             warnings.warn(f"{type(one).__name__} has another optimizer in it (`{inner}`): it trains, but checkpoints and "
