@@ -1,11 +1,13 @@
 """Files of a checkpoint: what was written is read in any other boxes, and what is damaged or half there is refused."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from patience import AT_ONCE
 from rankloom.base.errors import ConfigError, DataError, StorageError
 from rankloom.base.layout import Span
 from rankloom.base.spans import boxes_of_run, shape_of, whole_box, within
@@ -19,6 +21,8 @@ from rankloom.checkpoint.files import (
     expect_writable,
     file_name,
     read_manifest,
+    reading,
+    removing,
     sole_writer,
     write_parts,
 )
@@ -133,6 +137,31 @@ def test_a_lock_that_its_holder_removed_while_another_opened_it_is_none(tmp_path
         pass
 
 
+def test_files_that_somebody_reads_are_left_to_the_next_save(tmp_path):
+    """A load that had read the manifest spoke of a damaged checkpoint, or had loaded half of it."""
+    before = save(tmp_path, [[whole("w", torch.zeros(3))]])
+    into = torch.ones(3)
+    with reading(tmp_path):
+        after = save(tmp_path, [[whole("w", torch.ones(3))]], TOKENS[1])
+        assert read_manifest(tmp_path)[1] == after
+        expect_unchanged(tmp_path, before.files)
+        with Reader(tmp_path, before) as reader:
+            reader.fill(whole("w", into))
+    assert into.sum() == 0
+    save(tmp_path, [[whole("w", torch.ones(3))]], "2" * 12)
+    assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", file_name("2" * 12, 0)}
+
+
+def test_who_would_read_waits_while_files_are_removed(tmp_path):
+    save(tmp_path, [[whole("w", torch.zeros(3))]])
+    with ThreadPoolExecutor(1) as beside:
+        with removing(tmp_path) as unread:
+            read = beside.submit(read_manifest, tmp_path)
+            with pytest.raises(TimeoutError):
+                read.result(timeout=0.2)
+        assert unread and read.result(AT_ONCE)
+
+
 def test_where_a_file_system_has_no_locks_saves_go_on_without(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(38, "Function not implemented")
@@ -140,6 +169,8 @@ def test_where_a_file_system_has_no_locks_saves_go_on_without(tmp_path, monkeypa
     monkeypatch.setattr(files.fcntl, "flock", refuse)
     with sole_writer(tmp_path), sole_writer(tmp_path):
         pass
+    with reading(tmp_path), removing(tmp_path) as unread:
+        assert unread
     assert not list(tmp_path.iterdir())
 
 

@@ -6,6 +6,7 @@ import re
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 
 import pytest
 import torch
@@ -608,6 +609,59 @@ def test_a_second_job_that_saves_into_the_folder_meanwhile_is_refused_on_all_ran
     reference = saved_by(rl.Mesh(), 0, tmp_path)
     assert gone_on(rl.Mesh(), 0, tmp_path) == reference
     assert len(list(tmp_path.iterdir())) == 2, "a manifest and a file, and no lock"
+
+
+def test_a_load_gives_one_whole_checkpoint_whenever_another_job_saves_into_the_folder(tmp_path, monkeypatch):
+    """It spoke of a damaged file or of another host's disk, or had loaded a half. Ranks 0 and 1 read the manifests of two saves."""
+    reals = {name: getattr(checkpoint, name) for name in ("read_manifest", "expect_unchanged", "Reader")}
+    saved_by(rl.Mesh(), 0, tmp_path)
+
+    def after_a_save(name):
+        first = Lock()
+
+        def begin(*given):
+            if first.acquire(blocking=False):
+                rl.simulate(1, save_one_more)
+            return reals[name](*given)
+        return begin
+
+    def save_one_more(world):
+        engine = engine_of(world, 0)
+        engine.load(tmp_path)
+        steps(engine, 1)
+        engine.save(tmp_path)
+
+    for number, name in enumerate(reals):
+        monkeypatch.undo()
+        monkeypatch.setattr(checkpoint, name, after_a_save(name))
+
+        def load(world):
+            engine = engine_of(world, 3)
+            engine.load(tmp_path)
+            return engine.steps_done, engine.full_state_dict()["model"]
+
+        (step, values), (other, _) = rl.simulate(2, load)
+        assert step == other and step >= BEFORE + number
+        expected = rl.simulate(1, partial(at_step, step=step))[0]
+        assert all(torch.allclose(values[key], expected[key], rtol=1e-12) for key in expected)
+    assert len(list(tmp_path.iterdir())) > 2, "what was read when the last save ended is left to the next"
+
+
+def at_step(world: rl.World, step: int) -> dict[str, torch.Tensor]:
+    engine = engine_of(world, 0)
+    steps(engine, step)
+    return engine.full_state_dict()["model"]
+
+
+def test_a_folder_that_holds_another_checkpoint_on_one_rank_is_told_on_all(tmp_path):
+    for step in (1, 2):
+        rl.simulate(1, lambda world, step=step: (engine := engine_of(world, 0), steps(engine, step), engine.save(tmp_path / str(step))))
+
+    def body(world):
+        with pytest.raises(ModelMismatch, match="holds another checkpoint on rank 1 than on rank 0; give a folder that all hosts share"):
+            engine_of(world, 0).load(tmp_path / str(1 + world.rank))
+
+    rl.simulate(2, body)
 
 
 def save_in_a_process(world: rl.World, folder: str) -> list[float]:

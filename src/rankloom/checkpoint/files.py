@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written ({error.strerror or error}); give another folder") from None
     try:
-        if not _take(lock):
+        if not _take(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
             raise StorageError(f"{folder}: another job is saving into this folder; give each job its own")
         try:
             yield
@@ -117,9 +117,37 @@ def sole_writer(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _take(lock: int) -> bool:
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """No save, and no run that removes old checkpoints, removes files from the folder meanwhile: they leave that to the next one. No help
+    where the file system has no locks of folders.
+    """
+    with _locked(folder, fcntl.LOCK_SH):   # waits for one that is removing files
+        yield
+
+
+def removing(folder: Path) -> AbstractContextManager[bool]:
+    """A context in which nobody begins to read the folder; False when somebody is `reading` it."""
+    return _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextmanager
+def _locked(folder: Path, how: int) -> Iterator[bool]:
+    """The lock is one of the folder, so that readers need not write there."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError:   # what is done next tells why
+        yield True
+        return
+    try:
+        yield _take(lock, how)
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int, how: int) -> bool:
+    try:
+        fcntl.flock(lock, how)
         return os.fstat(lock).st_nlink > 0   # else a save has ended since the file was opened, and a third may have begun
     except BlockingIOError:
         return False
@@ -146,12 +174,13 @@ def commit(folder: Path, manifest: Manifest) -> None:
     # The checkpoint is saved: an error from here on would make the caller remove its files. Some network disks cannot sync a folder.
     with suppress(OSError):
         _sync_folder(folder)
-    with suppress(OSError):   # of listing the folder
-        _remove_unnamed(folder, {saved.name for saved in manifest.files})
+    with suppress(OSError), removing(folder) as unread:   # the error of listing the folder
+        if unread:
+            _remove_unnamed(folder, {saved.name for saved in manifest.files})
 
 
 def _remove_unnamed(folder: Path, named: set[str]) -> None:
-    """Remove files of an earlier or unfinished checkpoint. If that fails, the next checkpoint tries again."""
+    """Remove files of earlier or unfinished checkpoints. If that fails, the next checkpoint tries again."""
     for path in folder.iterdir():
         if REMOVED.fullmatch(path.name) and path.name not in named:
             with suppress(OSError):
@@ -192,6 +221,11 @@ def read_manifest(folder: Path) -> tuple[str, Manifest]:
 
     raises: DataError, also when a file is missing or has another size
     """
+    with reading(folder):
+        return _read_manifest(folder)
+
+
+def _read_manifest(folder: Path) -> tuple[str, Manifest]:
     path = folder / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")

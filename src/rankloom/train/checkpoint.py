@@ -33,6 +33,7 @@ from rankloom.checkpoint.files import (
     expect_writable,
     file_name,
     read_manifest,
+    reading,
     sizes_of,
     sole_writer,
     write_parts,
@@ -245,6 +246,11 @@ def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dic
     raises: DataError, ModelMismatch, on all ranks, with nothing changed, unless a file disappears while it is read
     """
     folder = _folder(state.world, folder)
+    with reading(folder):
+        return _load(state, folder)
+
+
+def _load(state: TrainingState, folder: Path) -> dict[str, Any]:
     world, parts = state.world, state.placement.parts()
     manifest = _manifest_of_all(world, folder)
     _expect_same_model(world, folder, parts, filter(is_extra, state.placement.model.state_dict(keep_vars=True)), manifest)
@@ -275,12 +281,18 @@ def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dic
 
 def _manifest_of_all(world: World, folder: Path) -> Manifest:
     """The manifest, read by every rank and found equal; each rank has checked some of the files against their hashes."""
-    read = while_others_wait(world, partial(read_manifest, folder), label="read the manifest of a checkpoint")
-    assert read is not None, "each rank reads it"
-    text, manifest = read
-    digests = world.all_gather_object(hashlib.sha256(text.encode()).hexdigest(), label="which checkpoint")
-    if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise ModelMismatch(f"{folder}: holds another checkpoint on rank {other[0]} than on rank 0; give a folder that all hosts share")
+    before: list[str] | None = None
+    while True:
+        read = while_others_wait(world, partial(read_manifest, folder), label="read the manifest of a checkpoint")
+        assert read is not None, "each rank reads it"
+        text, manifest = read
+        digests = world.all_gather_object(hashlib.sha256(text.encode()).hexdigest(), label="which checkpoint")
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is None:
+            break
+        if digests == before:   # else another job may have saved between the reads of two ranks: read again
+            raise ModelMismatch(f"{folder}: holds another checkpoint on rank {other} than on rank 0; give a folder that all hosts share")
+        before = digests
     mine = manifest.files[world.rank :: world.size]
     while_others_wait(world, lambda: expect_unchanged(folder, mine), label="compare files with their hashes")
     return manifest

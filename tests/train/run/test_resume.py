@@ -3,6 +3,7 @@
 import shlex
 import signal
 import threading
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from patience import AT_ONCE
 from rankloom.base.errors import ConfigError, DataError, ModelMismatch, StorageError
 from rankloom.base.events import Evaluated, Notice, Saved, StepDone
 from rankloom.base.mesh import Mesh
-from rankloom.checkpoint.files import MANIFEST, read_manifest
+from rankloom.checkpoint.files import MANIFEST, read_manifest, reading
 from rankloom.checkpoint.manifest import to_json
 from rankloom.train.run import facts, loop
 from rankloom.train.run.config import load_config
@@ -191,6 +192,19 @@ def test_half_a_checkpoint_is_none(table):
     assert newest_checkpoint(folder).name == "step-00000006"
     (newest_checkpoint(folder) / MANIFEST).unlink()
     assert newest_checkpoint(folder).name == "step-00000004"
+
+
+def test_a_checkpoint_that_another_run_resumes_from_is_removed_by_a_later_save(table, monkeypatch):
+    real, there = loop.save_in_run, []
+
+    def save(job, engine):
+        with reading(job.run / "checkpoints" / "step-00000001") if engine.steps_done < 3 else nullcontext():
+            real(job, engine)
+        there.append(sorted(path.name[-1] for path in (job.run / "checkpoints").iterdir()))
+
+    monkeypatch.setattr(loop, "save_in_run", save)
+    run(table(train={"steps": 3}, checkpoint={"interval": 1, "keep_latest": 1}))
+    assert there == [["1"], ["1", "2"], ["3"]]
 
 
 def test_a_checkpoint_that_was_moved_away_and_linked_is_kept(table, tmp_path):

@@ -18,7 +18,7 @@ from rankloom.base.compression import EXACT
 from rankloom.base.errors import ConfigError, DataError, ModelMismatch, StorageError
 from rankloom.base.events import Saved
 from rankloom.base.files import expanded, json_object
-from rankloom.checkpoint.files import MANIFEST, read_manifest
+from rankloom.checkpoint.files import MANIFEST, read_manifest, removing
 from rankloom.train.checkpoint import save_checkpoint
 from rankloom.train.engine import Engine
 from rankloom.train.run.facts import changes_of_run, facts_of_run, misfit_of_run
@@ -93,9 +93,16 @@ def save_in_run(job: Job, engine: Engine) -> None:
         job.sink(Saved(0, str(path)))
         beyond = whole_checkpoints(path.parent)[:-job.config.checkpoint.keep_latest]
         for old in (found for found in beyond if not found.is_symlink()):   # a user has moved what a link leads to
+            _remove(old)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, unless another run is resuming from it: the next save tries again."""
+    with removing(checkpoint) as unread:
+        if unread:
             with suppress(OSError):   # failing to remove it must not end the run
-                (old / MANIFEST).unlink()   # first: without it, a half-removed checkpoint is invalid
-            shutil.rmtree(old, ignore_errors=True)
+                (checkpoint / MANIFEST).unlink()   # first: without it, a half-removed checkpoint is invalid
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def resume(job: Job, engine: Engine) -> None:
