@@ -336,6 +336,21 @@ def test_experts_and_how_many_of_them_a_token_goes_through_are_part_of_the_model
     assert run(table(model=none | {"moe": moe | {"balance_loss": 0.5}}, checkpoint=resume))[0].steps == 6, "which is no part of it"
 
 
+@pytest.mark.parametrize("there, here", [(0.0, 0.01), (0.01, 0.0)], ids=str)
+def test_routers_keep_their_biases_or_get_none_and_the_rate_of_biases_may_change(table, there, here):
+    """It was "the state dict of another model", of which tensors were missing, without the setting."""
+    def model(rate):
+        return {"ffn": None, "moe": {"experts": 4, "top_k": 1, "ffn": 16, "bias_rate": rate}}
+
+    summary, _ = run(table(model=model(there), train={"steps": 2}, checkpoint={"interval": 2}))
+    resume = {"resume": summary.folder}
+    with pytest.raises(ModelMismatch, match=f"biases of routers, .*{there}, and this one has {here}; give --model.moe.bias_rate {there}"):
+        run(table(model=model(here), checkpoint=resume))
+    if there:
+        _, events = run(table(model=model(0.02), checkpoint=resume))
+        assert any("model.moe.bias_rate 0.01 -> 0.02" in text for text in notices(events))
+
+
 def test_dropout_and_the_length_of_rows_may_change_and_it_is_said(table, source):
     _, events = run(table(model={"dropout": 0.0}, train={"seq_len": 8}, checkpoint={"resume": source}))
     assert any(text.startswith("unlike the run of that checkpoint: ") and "model.dropout 0.1 -> 0.0" in text

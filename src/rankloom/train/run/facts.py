@@ -65,7 +65,12 @@ def misfit_of_run(path: Path, saved: Mapping[str, Any], job: Job) -> str | None:
     for key, here, there in _differences(mine["model"], saved.get("model", {})):
         flag = f"--model.moe {NONE}" if there == NONE else f"--model.{key} {_word(there)}"
         return f"{path}: is of a model with [model] {key} = {there}, and this one has {here}; give {flag}"
-    here, there = (settings.get("optimizer.name") for settings in (mine["settings"], saved.get("settings", {})))
+    told = mine["settings"], saved.get("settings", {})
+    here, there = (settings.get("model.moe.bias_rate") for settings in told)
+    if None not in (here, there) and bool(here) != bool(there):   # any rate above 0: routers have biases, which are tensors of the model
+        return (f"{path}: is of a model with{'' if there else 'out'} biases of routers, [model] moe.bias_rate = {there}, and this one has "
+                f"{here}; give --model.moe.bias_rate {there}")
+    here, there = (settings.get("optimizer.name") for settings in told)
     if there and here != there:
         return f"{path}: has the state of [optimizer] name = {there}, which is none for {here}; give --optimizer.name {there}"
     return None
