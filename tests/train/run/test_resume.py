@@ -424,6 +424,15 @@ def test_what_else_has_changed_is_said(table, source, changes, words):
     assert any("may be of text that was trained on" in text for text in notices(events)) == ("data" in changes)
 
 
+@pytest.mark.parametrize(("changes", "moves"), [
+    ({"run": {"seed": 5}}, True), ({"train": {"seq_len": 8}}, True), ({"train": {"global_batch_size": 24}}, True),
+    ({"train": {"accumulate": 2}}, False)], ids=str)
+def test_a_run_that_does_not_go_on_with_the_samples_that_are_left_says_so(table, source, changes, moves):
+    _, events = run(table(**changes, checkpoint={"resume": source}))
+    said = "takes the samples that it would take if all steps before had had these settings: in this epoch, some that were trained on may"
+    assert any(said in text for text in notices(events)) == moves
+
+
 @pytest.mark.parametrize("interval, step", [(2, 2), (100, 5)])
 def test_a_checkpoint_that_cannot_be_written_does_not_take_the_weights_with_it(table, tmp_path, monkeypatch, interval, step):
     def full(job, engine):

@@ -90,6 +90,11 @@ def changes_of_run(saved: Mapping[str, Any], config: Config) -> str:
     return ", ".join(f"{key} {_word(before)} -> {_word(now)}" for key, now, before in found)
 
 
+def changed_settings(saved: Mapping[str, Any], config: Config) -> set[str]:
+    """The names of the other settings that differ from those in `saved`."""
+    return {key for key, *_ in _differences(told_settings(config), saved.get("settings", {}))}
+
+
 def _differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Key, new and old value of the settings in both that differ."""
     return ((key, value, before[key]) for key, value in now.items() if key in before and before[key] != value)

@@ -21,7 +21,7 @@ from rankloom.base.files import expanded, json_object
 from rankloom.checkpoint.files import MANIFEST, read_manifest, removing
 from rankloom.train.checkpoint import save_checkpoint
 from rankloom.train.engine import Engine
-from rankloom.train.run.facts import changes_of_run, facts_of_run, misfit_of_run
+from rankloom.train.run.facts import changed_settings, changes_of_run, facts_of_run, misfit_of_run
 from rankloom.train.run.job import Job
 from rankloom.train.run.optim import schedule
 from rankloom.train.run.schema import Config
@@ -29,6 +29,7 @@ from rankloom.train.run.weights import save_tokenizer
 from rankloom.train.state import NEW_RUN
 
 FOLDER = "checkpoints"
+ORDERING = {"run.seed", "train.seq_len", "train.global_batch_size"}   # which samples a step takes
 CONFIGURED = ("weight_decay", "betas", "momentum")   # of a parameter group; the learning rate comes from the schedule
 
 
@@ -176,6 +177,9 @@ def _say_changes(job: Job, engine: Engine, saved: Mapping[str, Any]) -> None:
     """Report what differs from the run that wrote the checkpoint."""
     if changes := changes_of_run(saved, job.config):
         job.say(f"unlike the run of that checkpoint: {changes}")
+    if ORDERING & changed_settings(saved, job.config):
+        job.say(f"step {engine.steps_done + 1} takes the samples that it would take if all steps before had had these settings: in this "
+                "epoch, some that were trained on may come again, and others be left out")
     rate, last = schedule(job.config), float(engine.optimizer.param_groups[0]["lr"])
     if not math.isclose(rate(engine.steps_done - 1), last, rel_tol=1e-6):
         job.say(f"the learning rate was {last:.3g} in step {engine.steps_done} and is {rate(engine.steps_done):.3g} in the next one, by "
