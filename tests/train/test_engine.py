@@ -1198,6 +1198,19 @@ def test_a_deterministic_evaluation_has_the_same_bits_however_its_batches_lie_on
     assert found == {4.0 / 6.0} if deterministic else len(found) > 1
 
 
+def test_a_deterministic_evaluation_has_the_same_bits_wherever_in_memory_a_rank_has_its_batches():
+    """Kernels round by the address: a row of 7 numbers of 4 bytes may begin 4 bytes behind a multiple of 16."""
+    wide, x = nn.Linear(7, 10), rows(210, dtype=torch.float32).view(60, 7)
+
+    def body(world, begin):
+        engine = rl.prepare(copy.deepcopy(wide), loss=lambda m, x: (m(x).tanh().sum(), len(x)), world=world,
+                            optimizer=lambda params: torch.optim.SGD(params, lr=0.1), deterministic=True)
+        memory = torch.empty(x.numel() + begin)[begin:].view(x.shape).copy_(x)
+        return engine.evaluate(memory.split(3)).loss
+
+    assert len({loss for begin in range(16) for loss in rl.simulate(1, partial(body, begin=begin))}) == 1
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_two_engines_whose_losses_call_each_others_model_train_as_in_one_process(stage):
     """As a GAN does. The gradients that one half's loss leaves in the other are forgotten."""
