@@ -191,6 +191,23 @@ def test_ranks_may_end_their_texts_at_different_tokens(mesh, stage):
     assert all(map(torch.equal, rl.simulate(mesh, body, backend="gloo"), expected))
 
 
+@pytest.mark.parametrize("stop", [None, 5])
+@pytest.mark.parametrize(("mesh", "stage"), [(rl.Mesh(shard=3), 3), (rl.Mesh(expert=2), 0)])
+def test_a_rank_without_a_prompt_takes_part_until_the_others_have_their_texts(mesh, stage, stop):
+    """Of fewer prompts than ranks some get none."""
+    model = GPT(dataclasses.replace(TINY, moe=MoEConfig(experts=4, top_k=2, ffn=12)) if mesh.expert > 1 else TINY, dtype=torch.float64)
+    prompts = [prompt()[:1] if rank == 0 else prompt()[:0] for rank in range(mesh.size)]
+    options = {"max_new_tokens": 20, "temperature": 2.0, "stop": stop}
+    expected = generate(model, prompts[0], **options)
+
+    def body(world):
+        engine = rl.prepare(copy.deepcopy(model), loss=language_model_loss, world=world, stage=stage, optimizer=torch.optim.SGD)
+        return generate(engine.model, prompts[world.rank], **options)
+
+    first, *others = rl.simulate(mesh, body, backend="gloo")
+    assert torch.equal(first, expected) and all(len(text) == 0 for text in others)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_rank_whose_logits_are_not_finite_fails_when_all_ranks_are_done(model, temperature):
     """The others waited for its forwards until they timed out."""

@@ -94,5 +94,5 @@ def choose_token(logits: Tensor, temperature: float, top_k: int | None, generato
         kth = scores.topk(top_k, dim=1).values[:, -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)
     odds = scores.softmax(dim=1)
-    drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(odds, generators, strict=True)]
-    return torch.cat(drawn).to(logits.device)
+    drawn = [int(torch.multinomial(row, 1, generator=g)) for row, g in zip(odds, generators, strict=True)]
+    return torch.tensor(drawn, dtype=torch.long, device=logits.device)   # of no rows too, where a rank has no prompt
