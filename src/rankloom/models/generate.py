@@ -1,12 +1,15 @@
 """Generate text with a trained GPT, one token at a time, with a key-value cache."""
 
 from math import inf
+from numbers import Integral
+from types import NoneType
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rankloom.base.errors import ConfigError, DataError, NonFinite
+from rankloom.base.expect import expect_type
 from rankloom.base.modes import evaluating, runs_together
 from rankloom.base.rng import stream
 from rankloom.models.gpt import GPT, KVCache, check_tokens
@@ -30,7 +33,8 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     raises: DataError for tokens that are no prompt, ConfigError for numbers that are no options, NonFinite for logits that are NaN or
             infinite, as those of weights after a training that diverged
     """
-    _check(model, prompt_tokens, temperature, top_k)
+    _check_prompt(model, prompt_tokens)
+    _check_options(model, max_new_tokens, temperature, top_k, stop)
     rows = len(prompt_tokens)
     generators = [stream(seed, "generate", row) for row in range(rows)]
     ended, failed = torch.zeros(rows, dtype=torch.bool, device=prompt_tokens.device), None
@@ -59,18 +63,30 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     return text
 
 
-def _check(model: GPT, prompt_tokens: Tensor, temperature: float, top_k: int | None) -> None:
+def _check_prompt(model: GPT, prompt_tokens: Tensor) -> None:
     if not hasattr(model, "config"):
         raise ConfigError(f"generate needs a whole GPT, and this is a {type(model).__name__}: where pipeline stages hold it, load "
                           "engine.full_state_dict()[\"model\"] into a GPT")
+    expect_type("prompt_tokens", prompt_tokens, Tensor, "a tensor of tokens [rows, tokens], such as torch.tensor([[1, 2]])")
+    if prompt_tokens.dtype not in (torch.int64, torch.int32):
+        raise DataError(f"the prompt is of {prompt_tokens.dtype}; tokens are of torch.int64 or torch.int32")
     if prompt_tokens.dim() != 2 or prompt_tokens.shape[1] == 0:
         raise DataError(f"the prompt has shape {tuple(prompt_tokens.shape)}; it must be [rows, tokens], with one token "
                         "or more (the end-of-text token, when there is no text to start from)")
+    check_tokens(prompt_tokens, model.config.vocab_size)
+
+
+def _check_options(model: GPT, max_new_tokens: int, temperature: float, top_k: int | None, stop: int | None) -> None:
+    expect_type("max_new_tokens", max_new_tokens, Integral, "a whole number")
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}, expected 0 or more")
     if not 0 <= temperature < inf:
         raise ConfigError(f"temperature is {temperature}, expected {'a finite one' if temperature > 0 else '0 or more'}")
+    expect_type("top_k", top_k, (Integral, NoneType), "a whole number, or None")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k is {top_k}, expected 1 or more; None, or 0 on the command line, draws among all tokens")
-    check_tokens(prompt_tokens, model.config.vocab_size)
+    if stop is not None and not 0 <= stop < model.config.vocab_size:
+        raise ConfigError(f"stop is {stop}, which no row ends with: the model's vocabulary is 0 to {model.config.vocab_size - 1}")
 
 
 def new_caches(model: GPT) -> list[KVCache]:
