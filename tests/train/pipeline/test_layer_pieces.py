@@ -673,6 +673,19 @@ def test_a_loss_must_name_a_tensor_as_the_parameter_that_the_stages_give_it_to(n
         assert found == pytest.approx(2 * rl.simulate(1, body), rel=BOUND)
 
 
+def test_an_error_of_a_stage_says_as_which_parameters_it_was_given_the_batch():
+    def loss(model, batch):
+        (tokens, mask), targets = batch
+        return loss_of_a_dict(lambda given: {"logits": model(given, attention_mask=mask).logits}, (tokens, targets))
+
+    tokens, targets = batches()[0]
+    batch = (tokens, torch.ones_like(tokens)), targets
+    with pytest.raises(AttributeError, match="'Tensor' object has no attribute") as caught:
+        rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, copy.deepcopy(gpt2()), loss=loss).step(batch))
+    (told,) = [note for note in caught.value.__notes__ if "by position" in note]
+    assert "calls GPT2LMHeadModel" in told and "(input_ids, past_key_values)" in told and "wrap the model" in told
+
+
 def test_a_model_that_lacks_an_argument_when_it_is_tried_is_told_of_the_example():
     with pytest.raises(rl.ConfigError, match=r"missing 1 required positional argument: 'weights'; give .*pipe=rl.Pipe\(example=...\), or"):
         rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, Weighed()))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, RankloomError
 from rankloom.base.modes import evaluating
 from rankloom.base.names import full_name, is_inside
 from rankloom.parallel.pipeline.cut import Piece
@@ -205,6 +205,12 @@ def _shape(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, Tensor) else None
 
 
+def positional(model: nn.Module) -> list[str]:
+    """What `model(a, b)` calls `a` and `b`."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, parameter in inspect.signature(model.forward).parameters.items() if parameter.kind in kinds]
+
+
 def _options(model: nn.Module) -> dict[str, Any]:
     """Keyword arguments of a call: decoders of `transformers` must not cache keys and values for a next token."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
@@ -320,6 +326,13 @@ class _PieceRange:
                                   "layer at the border of a stage, as it did when it was tried: no layer may be left out in training "
                                   "(layerdrop, stochastic depth); set that to 0")
             return result if self._ends else self.leaving
+        except Exception as error:
+            if len(values) > 1 and not isinstance(error, RankloomError):   # such as a mask that was taken for a cache
+                shell = self.shells[0]
+                error.add_note(f"(a stage calls {type(shell).__name__} with the first part of the micro-batch by position, here with "
+                               f"({', '.join(positional(shell)[:len(values)])}). If some of it is meant for other parameters, wrap the "
+                               "model in a module whose forward takes just these, in this order)")
+            raise
         finally:
             self.arriving = self.leaving = None
 

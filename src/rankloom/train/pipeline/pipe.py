@@ -4,7 +4,6 @@ A loss for one process, `loss(model, micro-batch)`, runs unchanged on the last s
 returns the output of the last piece; for our GPT, whose last piece ends before the output matrix, what follows from it.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.pipeline.cut import Piece, balance, multiplied_parameters, sequential_pieces
 from rankloom.parallel.pipeline.runtime import Loss
 from rankloom.train.dropout import Keyed
-from rankloom.train.pipeline.layer_pieces import layer_pieces
+from rankloom.train.pipeline.layer_pieces import layer_pieces, positional
 from rankloom.train.precision import Precision, cast_floats_in
 
 WholeLoss = Callable[[Any, Any], tuple[Tensor, Any]]   # loss(model, micro-batch) -> (sum, count)
@@ -88,7 +87,7 @@ class Pipe:
                 of_targets = pipe.loss(model)
                 expect_callable("pipe=rl.Pipe(loss=...): what it returns", of_targets, "a function of the output and the targets")
                 return partial(_in_format, lambda output, microbatch: of_targets(output, microbatch[1]), precision)
-            names = _positional(model) if pieces is layer_pieces else []
+            names = positional(model) if pieces is layer_pieces else []
             plain = partial(_ModelStandIn, names, pieces is sequential_pieces)
             stand_in = partial(_GPTStandIn, gpt_answer(model), precision) if pieces is gpt_pieces else plain
             return partial(_in_format, partial(_run_whole_loss, loss, partial(stand_in, getattr(model, "config", None))), precision)
@@ -104,12 +103,6 @@ def _pieces_of_a(model: nn.Module) -> Callable[..., Sequence[Piece]]:
     if isinstance(model, GPT) and type(model).forward is GPT.forward and type(model).hidden is GPT.hidden:
         return gpt_pieces
     return sequential_pieces if type(model).forward is nn.Sequential.forward else layer_pieces
-
-
-def _positional(model: nn.Module) -> list[str]:
-    """What `model(a, b)` calls `a` and `b`."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, parameter in inspect.signature(model.forward).parameters.items() if parameter.kind in kinds]
 
 
 def without_functions(asked: Pipe | str | None) -> Any:
