@@ -482,6 +482,21 @@ def test_an_input_that_the_block_changes_is_an_error_that_names_it(policy, call)
 
 
 @pytest.mark.parametrize("policy", ["full", "selective", "1 MiB"])
+def test_a_block_that_appends_to_a_cache_is_not_computed_again(policy):
+    """It appended a second time, in backward: an error about the metadata of saved tensors."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(
+        vocab_size=8, hidden_size=8, state_size=4, num_hidden_layers=2, time_step_rank=2, pad_token_id=0))
+    recompute(model, policy)
+    tokens = torch.arange(6)[None]
+    with pytest.raises(rl.ConfigError, match="a MambaBlock is given a cache, .* use_cache=False, or leave recompute out"):
+        model(tokens, use_cache=True)
+    assert model(tokens).logits.sum().backward() is None and model.backbone.layers[0].mixer.in_proj.weight.grad.any()
+    with torch.no_grad():
+        model.eval().generate(tokens, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "1 MiB"])
 def test_an_input_that_changes_between_forward_and_backward_is_an_error(policy):
     blocks, x = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)), torch.ones(3, 8)
     recompute(blocks, policy)

@@ -44,7 +44,11 @@ class Wrapped:
 
 @contextmanager
 def arguments_unchanged(block: nn.Module, given: Sequence[Any]) -> Iterator[None]:
-    """A context for a forward that will run again: raise ConfigError if it changes a tensor that it was given in place."""
+    """A context for a forward that will run again: raise ConfigError if it changes a tensor that it was given in place, or is given a cache
+    of keys and values."""
+    if any(hasattr(value, "get_seq_length") for value in given):   # of `transformers`
+        raise ConfigError(f"a {type(block).__name__} is given a cache, to which it would append a second time when it is computed again in "
+                          "backward: call the model with use_cache=False, or leave recompute out")
     before = [version_of(value) if isinstance(value, Tensor) else 0 for value in given]
     yield
     for number, (value, version) in enumerate(zip(given, before)):
