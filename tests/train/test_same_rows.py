@@ -1,6 +1,7 @@
 """Ranks that hold one model between them must bring the same rows, and find the same loss; others rows of their own: nothing else tells."""
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -133,10 +134,14 @@ def test_noise_of_a_ranks_own_where_ranks_compute_one_loss_is_refused():
 
 
 class NormedHeads(nn.Module):
-    """A norm of each head, whose weight all heads share: a rank that has some of the heads has some terms of its gradient."""
+    """A norm of each head, whose weight all heads share: a rank that has some of the heads has some terms of its gradient.
+
+    It cannot be copied, so no copies of it show that before the first call.
+    """
 
     def __init__(self):
         super().__init__()
+        self.lock = threading.Lock()
         self.up, self.norm, self.down = nn.Linear(4, 12), nn.RMSNorm(3), nn.Linear(12, 4)
         self.after = nn.Linear(4, 4)   # whole, and its gradient too
         for at, param in enumerate(self.parameters()):

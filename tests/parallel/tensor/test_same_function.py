@@ -149,6 +149,27 @@ def test_matrices_that_are_fused_and_cut_as_one_are_an_error(kind, plan, layers)
         call(model, plan)
 
 
+class Sloped(Block):
+    """An activation with a slope that it learns, alike on all ranks, between the two layers."""
+
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.slope = nn.PReLU().requires_grad_(not frozen)
+
+    def inside(self, x):
+        return self.slope(x)
+
+
+def test_whole_parameters_that_are_used_for_cut_features_are_an_error_in_a_loop_of_one_s_own_too():
+    with pytest.raises(rl.ConfigError, match=r"layers\.0, a Sloped, .* slope\.weight is whole on every rank, and slope uses it for a part "
+                                             r"of the features, so each would have one term .* say replicated_with_grad_allreduce"):
+        call(Model(Sloped))
+    for model, more in ((Model(Sloped), {"layers.*.slope": "replicated_with_grad_allreduce"}), (Model(Sloped, frozen=True), {})):
+        truth = copy.deepcopy(model)(rows())
+        for found in call(model, PLAN | more):
+            torch.testing.assert_close(found, truth)
+
+
 def test_of_blocks_that_are_never_called_the_whole_model_is_looked_at():
     plan = {f"layers.*.{name}": "colwise" for name in "qkv"} | {"layers.*.o": "rowwise"}
     with pytest.raises(rl.ConfigError, match=r"the model, a CallsWhatIsInside, is another function .* the first behind layers.0.o\."):

@@ -3,7 +3,8 @@
 With a wrong plan a model trains a little worse, without an error: queries, keys and values in one matrix, cut across each other; a softmax
 or a mean over features of which a rank has only some; a bias that every rank adds. So `tensor_parallel` keeps two copies without memory,
 whole and cut, of one block of each kind. When the block is first called, both copies are called with its arguments and with the same random
-parameters, of which the cut copy gets this rank's parts. What they return must be equal, up to rounding.
+parameters, of which the cut copy gets this rank's parts. What they return must be equal, up to rounding. And if that call records
+gradients, no module may return a part of its features with parameters that every rank has: each would have one term of their gradient.
 
 The model's own parameters might hide a difference at first: output layers and gates often begin at zero. In debug mode tags.py follows the
 layouts of all activations, too, and names the first that is wrong: more precise, but blind for a softmax over some of the features. So
@@ -39,6 +40,8 @@ ACROSS = ("Does the plan cut something across? Matrices fused in one (packed_col
 A_SIZE = ("Does it use a size of the whole, such as `self.n_embd`, where a rank has a part? Take it from the tensor: `x.shape[-1]`. Else "
           "the plan may leave cut features without a rowwise layer behind them, or cut across matrices fused in one, which must be "
           "packed_colwise or packed_qkv_colwise")
+OWN_TERMS = ("so each would have one term of its gradient, and nothing would sum them. In the plan say replicated_with_grad_allreduce for "
+             "a module that is whole and reads what is split, or sequence_parallel for a norm between split tokens")
 POSITIONS = ("Are its positions, or its mask, made from tokens that are cut already, as models of `transformers` make them? Then cut the "
              "stream behind that: say sequence_split for the first block; the embedding may stay embedding_rowwise")
 AT_MOST = 1 << 30   # elements of a block that is looked at: it is whole, for a moment, on every rank
@@ -75,7 +78,8 @@ def without_memory(block: nn.Module) -> nn.Module | None:
     if not all(param.is_floating_point() for param in block.parameters()) or sum(param.numel() for param in block.parameters()) > AT_MOST:
         return None
     empty = {id(x): torch.empty_like(x, device="meta") for x in tensors}
-    memo: dict[int, Any] = {id(x): nn.Parameter(empty[id(x)], False) if isinstance(x, nn.Parameter) else empty[id(x)] for x in tensors}
+    memo: dict[int, Any] = {id(x): nn.Parameter(empty[id(x)], x.requires_grad) if isinstance(x, nn.Parameter) else empty[id(x)]
+                            for x in tensors}
     try:
         return copy.deepcopy(block, memo)
     except Exception:   # anything may hang on a user's module: locks, handles, results of operations
@@ -101,7 +105,7 @@ class _Look:
 
     def __init__(self, whole: nn.Module, cut: nn.Module, group: Group, name: str, between: Layout):
         self.whole, self.cut, self.group, self.name, self.between = whole, cut, group, name, between
-        self.tries = TRIES
+        self.tries, self.trains = TRIES, False
         for block in (whole, cut):
             block.eval()
             block._forward_pre_hooks.clear()   # what these change is changed already, or behind the block
@@ -125,6 +129,7 @@ class _Look:
         has_first = any(isinstance(x, Tensor) for x in args[:1] or kwargs.values())
         if torch.compiler.is_compiling() or not has_first or any(x.is_meta for x in (*tensors_in((args, kwargs)), *block.buffers())):
             return
+        self.trains = torch.is_grad_enabled()
         with torch.no_grad(), _disable_current_modes(), unwatched(), self.group.ledger.aside():
             difference = self._difference(block, args, kwargs)
             self.tries -= 1
@@ -170,7 +175,26 @@ class _Look:
             if not isinstance(again, Exception) and any(map(differs, again[""], whole[""])):
                 return ""   # it is chaotic: moving each weight by one rounding changes the whole block as much
         first = f", the first behind {wrong[0]}" if wrong and wrong[0] else ""
-        return f"it returns other values{first}. {ACROSS}" if "" in wrong else ""
+        return f"it returns other values{first}. {ACROSS}" if "" in wrong else self._own_terms(whole, cut) if self.trains else ""
+
+    def _own_terms(self, whole: Returned, cut: Returned) -> str:
+        """Of which parameter each rank would have one term of the gradient, which nothing sums, or "": that of a module whose parameters
+        every rank has, and that returns a part of what the whole copy's does. One that has a group may sum it itself."""
+        held = holdings(self.cut)
+        for name in (name for name in whole if name in cut and any(map(_is_a_part, cut[name][:1], whole[name]))):
+            module = self.cut.get_submodule(name)
+            inside = {place: held[place] for place, param in module.named_parameters(prefix=name) if param.requires_grad}
+            trained = [place for place, holding in inside.items() if not holding.grad_partial]
+            is_whole = all(inside[place].dim is None for place in trained)
+            if trained and is_whole and not any(isinstance(value, Group) for value in vars(module).values()):
+                return (f"its gradients are other ones: {trained[0]} is whole on every rank, and {name or 'the model'} uses it for a part "
+                        f"of the features, {OWN_TERMS}")
+        return ""
+
+
+def _is_a_part(cut: Tensor, whole: Tensor) -> bool:
+    """Whether it has fewer features, heads or tokens. Not of how many rows: a router of experts may send one of these elsewhere."""
+    return cut.dim() == whole.dim() and cut.shape[:1] == whole.shape[:1] and 0 < cut.numel() < whole.numel()
 
 
 def _values(block: nn.Module, like: Tensor) -> dict[str, Tensor]:
