@@ -134,6 +134,13 @@ def test_no_number_in_a_scaling_plot_lies_on_the_frame(tmp_path, drawn, ranks):
         assert frame.y0 < box.y0 and box.y1 < frame.y1, f"{text.get_text()} lies on it"
 
 
+def test_no_line_runs_through_a_number_in_a_scaling_plot(tmp_path, drawn):
+    plot_scaling(scaling_rows([MeasuredRun(1, 1.0, 100, 0.0), MeasuredRun(2, 0.43, 100, 0.0)]), tmp_path / "scale.png", "1M")
+    axes = drawn[0].axes[0]
+    for text in axes.texts:
+        assert text.get_bbox_patch().get_facecolor() == (1, 1, 1, 1) and text.zorder > max(line.zorder for line in axes.lines)
+
+
 def test_a_picture_that_cannot_be_written_whole_leaves_the_old_one_there(tmp_path, monkeypatch):
     write_run(tmp_path)
     (tmp_path / "loss.png").write_text("the old one")

@@ -160,7 +160,7 @@ def _logarithmic(axes: Axes, rows: list[Row]) -> None:
     axes.margins(x=0.1)
     for row in rows:
         axes.annotate(f"{row.speed_up:.3g}", (row.ranks, row.speed_up), (0, -9), textcoords="offset points", color=BLUE,
-                      ha="center", va="top")
+                      ha="center", va="top", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
