@@ -92,7 +92,7 @@ def test_stages_are_told_where_ranks_have_several():
 def test_key_value_heads_that_ranks_share_are_told():
     parameters = cells([part for part in shown(*SMALL, "--mesh.tensor", "4") if isinstance(part, Table)][2])
     key = next(row["parts"] for row in parameters if "key" in row["parameter"])
-    assert key == "rows 0-31 (heads 0)  |  rows 32-63 (heads 1)   (each on 2 tensor ranks)"
+    assert key == "rows 0-31 (head 0)  |  rows 32-63 (head 1)   (each on 2 tensor ranks)"
 
 
 def test_tokens_experts_and_rows_are_told_where_ranks_have_different_ones():

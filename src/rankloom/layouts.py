@@ -243,7 +243,8 @@ def _say_spans(parameter: ParameterPart, kind: str, shape: GPTConfig) -> str:
         spans = parameter.spans[dim]
         said.append(f"{names[dim]} {', '.join(_span(*span) for span in spans)}")
         if ".attention." in kind:
-            said[-1] += f" (heads {', '.join(_span(*_heads(span, shape)) for span in spans)})"
+            heads = ", ".join(_span(*_heads(span, shape)) for span in spans)
+            said[-1] += f" ({'head' if heads.isdecimal() else 'heads'} {heads})"
     return "; ".join(said)
 
 

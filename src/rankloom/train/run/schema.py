@@ -87,7 +87,7 @@ class MeshSection(ConfigSection):
         shard = self.shard or (max(1, ranks // others) if stage else 1)
         if ranks % (shard * others):
             mesh = replace(self.as_mesh(), replicate=1, shard=shard)
-            raise MeshError(f"[mesh] {mesh.product()} does not divide the {ranks} ranks that were started")
+            raise MeshError(f"[mesh] {mesh.product()} does not divide the {ranks} ranks")
         return {"replicate": ranks // (shard * others), "shard": shard}
 
 
