@@ -247,7 +247,8 @@ class Group:
         expect_movable(x, self.device, self.where(label or "send"))
         self._connected(label or "send")
         self.ledger.enter(x.nbytes, 1)
-        return self._launch(label or "send", async_op, lambda pg: [*self._announced("send", x, to, tag), pg.send([x], to, tag)], lambda: x)
+        met = self._announced("send", x, to, tag)   # with no local name for the process group: see `_launch`
+        return self._launch(label or "send", async_op, lambda pg: [*met, pg.send([x], to, tag)], lambda: x)
 
     def recv(self, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Fill `into` with what rank `frm` of this group sends; the receiver must know shape and dtype."""
@@ -255,8 +256,8 @@ class Group:
             return into
         self._peer(frm, tag)
         expect_movable(into, self.device, self.where(label or "recv"))
-        return self._launch(label or "recv", async_op, lambda pg: [*self._announced("recv", into, frm, tag), pg.recv([into], frm, tag)],
-                            lambda: into)
+        met = self._announced("recv", into, frm, tag)
+        return self._launch(label or "recv", async_op, lambda pg: [*met, pg.recv([into], frm, tag)], lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Send `out` to one rank while receiving `into` from another, or the same, or itself. Cannot deadlock, in whatever order ranks
@@ -275,9 +276,8 @@ class Group:
             self._peer(peer, tag)
         self._connected(label)
         self.ledger.enter(out.nbytes, 1)
-        return self._launch(label, async_op, lambda pg: [
-            *self._announced("recv", into, frm, tag), *self._announced("send", source, to, tag),
-            *start_both(pg, source, into, to, frm, tag)], lambda: into)
+        met = [*self._announced("recv", into, frm, tag), *self._announced("send", source, to, tag)]
+        return self._launch(label, async_op, lambda pg: [*met, *start_both(pg, source, into, to, frm, tag)], lambda: into)
 
     # ------------------------------------------------------------------ values that are not tensors
 
@@ -340,7 +340,7 @@ class Group:
         return handle if async_op else handle.wait_once()   # no local name for the works: a traceback would keep the connection open
 
     def _announced(self, op: str, x: Tensor, peer: int, tag: int) -> Sequence[Any]:
-        """In debug mode: tell the other end of a message. Returns what a receiver has to wait for, too."""
+        """Where calls are compared: tell the other end of a message. Returns what to wait for, too."""
         debug = self._inspector
         return debug.announce(op, x, peer, 0 if ignores_tags(self._connected(op), x.device, peer) else tag) if debug else ()
 
