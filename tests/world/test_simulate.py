@@ -418,6 +418,24 @@ def test_a_rank_that_makes_no_call_does_not_keep_an_interrupt_waiting():
     released.set()
 
 
+def test_a_call_that_other_ranks_have_not_made_does_not_keep_an_interrupt_waiting():
+    """gloo closes a rank when the calls that it has begun have ended, and nobody closed the others meanwhile."""
+    released = threading.Event()
+
+    def body(world):
+        if world.rank == 0:
+            world.all_reduce(torch.ones(3), async_op=True)
+            _thread.interrupt_main()
+        released.wait()
+
+    before, begin = set(threading.enumerate()), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        rl.simulate(3, body, timeout=2 * AT_ONCE)
+    assert time.monotonic() - begin < AT_ONCE
+    released.set()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
 def test_two_simulations_at_once_do_not_disturb_each_other():
     results = {}
     one = lambda n: results.update({n: rl.simulate(2, lambda w: w.all_reduce(torch.tensor(n)).item())})

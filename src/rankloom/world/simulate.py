@@ -137,16 +137,11 @@ class _Simulation:
         except BaseException:   # Ctrl-C, perhaps before all have started
             self.failed_at, self.interrupted = self.failed_at or time.monotonic(), True
             self.meetings.end("the simulation was interrupted")
-            for joined in filter(None, self.worlds):
-                joined.close()
-            for thread in threads:
+            for thread in [*threads, *_start_to_close(self.worlds)]:
                 self._join(thread)
             raise
-        # Close only now: a slower rank may still read from one that ended early. Gloo waits a moment for each, so close in parallel.
-        closing = [threading.Thread(target=world.close) for world, has_ended in zip(self.worlds, ended) if world is not None and has_ended]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
+        # Close only now: a slower rank may still read from one that ended early.
+        for thread in _start_to_close([world for world, has_ended in zip(self.worlds, ended) if has_ended]):
             thread.join()
         if self.failed:
             rank, error = min(self.failed, key=lambda failed: briefly(failed[1]).lost_another)   # the earliest of several that are alike
@@ -187,6 +182,14 @@ class _Simulation:
             self.meetings.end(f"rank {rank} has failed")
             if joined := self.worlds[rank]:
                 joined.close()
+
+
+def _start_to_close(worlds: Sequence[World | None]) -> list[threading.Thread]:
+    """Close worlds, each in a thread: gloo waits for the calls that a rank has begun, and these for other ranks, until those close too."""
+    closing = [threading.Thread(target=world.close) for world in worlds if world is not None]
+    for thread in closing:
+        thread.start()
+    return closing
 
 
 @cache
