@@ -23,9 +23,9 @@ from rankloom.world.ledger import Ledger
 from rankloom.world.open_files import make_room
 from rankloom.world.pairwise import is_nccl
 from rankloom.world.referee import Referee, Seat
-from rankloom.world.transport.meet import name_of
+from rankloom.world.transport.meet import Reunion, name_of
 from rankloom.world.transport.process_group import build
-from rankloom.world.transport.router import DeviceRouter
+from rankloom.world.transport.router import DeviceRouter, gone
 
 TWIN = "twin"   # the purpose of a twin. On NCCL it carries messages only, and each pair connects at its first one: it needs no first call
 MEMORY = 2   # open files of a rank in shared memory, while it is being mapped; with gloo, or over TCP, a rank has one for each other
@@ -140,25 +140,30 @@ class World(Group):
         n, place, meeting = len(ranks), ranks.index(me), f"{purpose}/{name_of(ranks)}"
         files = MEMORY if self.backend == connect.SHARED and self.one_host else n
         make_room(files + SPARE, f"a group of {n} ranks")
-        store = dist.PrefixStore(meeting, self._store)
+        store = Reunion(meeting, self._store, ranks, partial(_gone, weakref.ref(self)))
         with self._meet((meeting, ranks, place, files)) as told:
-            gone: Callable[[], Sequence[int]] = partial(_places, told.gone, ranks) if told else tuple   # gloo itself cannot tell
+            who_is_gone: Callable[[], Sequence[int]] = partial(_places, told.gone, ranks) if told else tuple   # gloo itself cannot tell
             if self.backend == connect.SHARED:
                 shared = build(store, place, n, timeout, ranks=ranks, name=name)
                 pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared
-                gone = shared.channel.gone
+                who_is_gone = shared.channel.gone
             else:
                 pg = connect.connect(store, place, n, device, timeout=timeout, loopback=self.one_host, own_gpu=self._own_gpu)
                 if purpose != TWIN and is_nccl(pg, device):
                     connect.call_first(pg, place, n, device, timeout)
         if self._debug:
-            return pg, Inspector(dist.PrefixStore("debug", store), place, ranks, timeout, gone)
+            return pg, Inspector(dist.PrefixStore("debug", store), place, ranks, timeout, who_is_gone)
         return pg, Seat(told.referee, place, ranks) if told and self.backend == connect.GLOO else None
 
 
 def _places(gone: Callable[[], Sequence[int]], ranks: tuple[int, ...]) -> list[int]:
     """The numbers that ranks of the world which are gone have in a group of `ranks`."""
     return [ranks.index(rank) for rank in gone() if rank in ranks]
+
+
+def _gone(world: "weakref.ref[World]") -> Sequence[int]:
+    """The ranks of which the world knows that they are gone: none while it is being made itself. A weak reference: see `_twin`."""
+    return gone(getattr(world(), "_process_group", None))
 
 
 def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:

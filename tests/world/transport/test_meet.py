@@ -1,11 +1,13 @@
 """Who meets in a store that others have used before."""
 
 import os
+import re
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +19,7 @@ from patience import AT_ONCE, STARTED
 from rankloom.base.errors import RankLost
 from rankloom.world import world as worlds
 from rankloom.world.transport import process_group
-from rankloom.world.transport.meet import hear_all, name_of, start_afresh, unset_keys
+from rankloom.world.transport.meet import Reunion, hear_all, name_of, start_afresh, unset_keys
 from rankloom.world.transport.memory import map_together
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.world import World
@@ -185,6 +187,55 @@ def use_torchs_groups_twice(world):
 
 def test_torchs_groups_may_be_built_anew_over_one_store():
     assert rl.spawn(2, use_torchs_groups_twice) == [[2.0] * 4] * 2
+
+
+def make_a_group(world):
+    """At the top of the module, for processes. Rank 1 has left its world when the others make groups, two of them with it."""
+    if world.rank == 1:
+        world.close()
+        return None
+    begin = time.monotonic()
+    try:
+        world.group("shard")
+    except RankLost as error:
+        assert time.monotonic() - begin < AT_ONCE
+        return str(error)
+    return "made"
+
+
+def test_ranks_in_shared_memory_do_not_wait_in_the_store_for_one_that_has_left():
+    told = rl.spawn(rl.Mesh(replicate=2, shard=3), make_a_group, timeout=STARTED, backend="rankloom")
+    assert told[1] is None and told[3:] == ["made"] * 3
+    for rank in (0, 2):   # the one that is told first ends, too
+        assert re.fullmatch(rf"rank {rank}: rank\(s\) (0, )?1(, 2)? ended, or left, before all ranks came to make a group", told[rank])
+
+
+def make_a_group_of_torch(world):
+    """At the top of the module, for processes."""
+    dist.init_process_group("rankloom", store=dist.PrefixStore("torch", world._store), rank=world.rank, world_size=world.size)
+    if world.rank == 1:
+        dist.destroy_process_group()
+        return None
+    begin = time.monotonic()
+    with pytest.raises(RankLost) as caught:
+        dist.new_group([0, 1])
+    assert time.monotonic() - begin < AT_ONCE
+    return str(caught.value)
+
+
+def test_nor_do_ranks_that_make_a_group_of_torch():
+    told = rl.spawn(2, make_a_group_of_torch, timeout=STARTED)
+    assert told == ["rank 0: rank(s) 1 ended, or left, before all ranks came to make a group", None]
+
+
+@pytest.mark.parametrize("rank", range(P))
+def test_those_that_are_gone_are_named_at_once_in_parts_of_the_part_too(rank):
+    reunion = Reunion("again", dist.HashStore(), [2, 3, 4], lambda: [3, 9])
+    store = dist.PrefixStore("part", reunion)
+    said = rf"rank {rank + 2}: rank\(s\) 3 ended, or left, before all ranks came to make a group"
+    for meet in (start_afresh, partial(hear_all, what="it", mine="this")):
+        with pytest.raises(RankLost, match=said):
+            meet(store, rank=rank, size=P, timeout=STARTED, ranks=[2, 3, 4])
 
 
 FILES_OF_A_PAGE = """

@@ -74,11 +74,11 @@ def _run(load: Callable[[Any], None], compiler: Any) -> None:
 
 def create(where: Any, options: Any) -> dist.ProcessGroup:
     """Called by torch for a new group: `where` holds the store, this rank, the number of ranks and the time-out."""
-    with_router = import_module("rankloom.world.transport.router").with_router
+    router, meet = (import_module(f"rankloom.world.transport.{name}") for name in ("router", "meet"))
     build = import_module("rankloom.world.transport.process_group").build
-    start_afresh = import_module("rankloom.world.transport.meet").start_afresh
     ranks, timeout = list(where.global_ranks_in_group) or range(where.group_size), where.timeout.total_seconds()
     # After a restart torch numbers groups from 0 again.
-    store = start_afresh(where.store, where.group_rank, where.group_size, timeout, ranks=ranks)
+    reunion = meet.Reunion("again", where.store, ranks, lambda: router.gone(dist.GroupMember.WORLD))
+    store = meet.start_afresh(reunion, where.group_rank, where.group_size, timeout, ranks=ranks)
     group = build(store, where.group_rank, where.group_size, timeout, ranks=ranks, name=where.group_id or "default")
-    return with_router(group, timeout)
+    return router.with_router(group, timeout)

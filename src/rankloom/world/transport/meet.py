@@ -17,9 +17,28 @@ from rankloom.base.errors import ConfigError, RankLost
 from rankloom.world.transport.ask import ask
 
 NAP = 0.01   # seconds between two checks of which ranks have come
+LOOK = 0.25   # the longest time between two, where it is also checked which ranks are gone
 ALL_CAME = "all came"   # rank 0 says so, or what is wrong
 CLOSED = "the rank that serves it, usually 0, has ended, or two ranks were started with the same number"
 T = TypeVar("T")
+
+
+class Reunion(dist.PrefixStore):
+    """A part of a store, for ranks that have a group already, and make another: whoever waits in it, or in a part of it, is told who is
+    gone. Keep this object while they meet: parts refer to its half in C++ only.
+
+    ranks: those that meet, by their numbers in the world
+    gone:  all of which the group that they have knows that they have ended or left
+    """
+
+    def __init__(self, prefix: str, store: dist.Store, ranks: Sequence[int], gone: Callable[[], Sequence[int]]):
+        super().__init__(prefix, store)
+        self._ranks, self._gone = {*ranks}, gone
+
+    def expect_all(self, rank: int) -> None:
+        """raises: RankLost if one is gone: none leaves the group that it has before all have made the new one"""
+        if gone := sorted(self._ranks.intersection(self._gone())):
+            raise RankLost(f"rank {rank}: rank(s) {', '.join(map(str, gone))} ended, or left, before all ranks came to make a group")
 
 
 @cache
@@ -110,6 +129,8 @@ def _lead(store: dist.Store, names: Sequence[int], timeout: float) -> dist.Store
     while missing and not problem:
         if time.monotonic() > deadline:
             raise _absent(names[0], [names[rank] for rank in missing], timeout)
+        if reunion := _reunion(store):
+            reunion.expect_all(names[0])
         # One look at a time: what is asked goes on in a thread if this rank is interrupted, and must not answer the next start's ranks.
         ask_store(partial(_answer, store, name, missing, answered), names[0], timeout)
         missing, problem = ask_store(partial(_who_misses, part, missing, names), names[0], timeout)
@@ -142,11 +163,14 @@ def _who_misses(part: dist.Store, missing: Sequence[int], names: Sequence[int]) 
 def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float, *, until: str | None = None) -> None:
     """Wait until every key is set; `keys` tells which rank sets each.
 
-    until: the key that one rank sets when it has seen them all, to wait for in their place; they tell who is missing
+    until:  the key that one rank sets when it has seen them all, to wait for in their place; they tell who is missing
+    raises: RankLost naming those that did not come within `timeout` seconds; or at once, in a `Reunion`, any that is gone
     """
     begin = time.monotonic()
     try:
-        ask(lambda: store.wait([*keys] if until is None else [until], datetime.timedelta(seconds=timeout)), timeout)
+        ask(lambda: _wait(store, [*keys] if until is None else [until], rank, timeout), timeout)
+    except RankLost:   # a RuntimeError, too
+        raise
     except TimeoutError as error:
         raise RankLost(f"rank {rank}: {error}") from None
     except RuntimeError as error:
@@ -166,6 +190,26 @@ def ask_store(question: Callable[[], T], rank: int, timeout: float) -> T:
         raise RankLost(f"rank {rank}: {error}") from None
     except RuntimeError as error:
         raise RankLost(f"rank {rank}: the store in which ranks meet closed: {CLOSED}") from error
+
+
+def _wait(store: dist.Store, keys: list[str], rank: int, timeout: float) -> None:
+    """Wait until the keys are set. In a `Reunion` by looking again and again: torch's wait cannot be ended when a rank is gone, and a
+    thread that is still in it when Python ends, and the store too, aborts the process.
+    """
+    begin, waited, reunion = time.monotonic(), 0.0, _reunion(store)
+    while reunion and waited < timeout:
+        if store.check(keys):
+            return
+        reunion.expect_all(rank)
+        time.sleep(min(NAP / 10 + waited / 8, LOOK))   # so the last nap, which may be for nothing, is short beside the wait
+        waited = time.monotonic() - begin
+    store.wait(keys, datetime.timedelta(seconds=max(timeout - waited, NAP)))   # for torch, zero is without end
+
+
+def _reunion(store: dist.Store) -> Reunion | None:
+    while isinstance(store, dist.PrefixStore) and not isinstance(store, Reunion):
+        store = store.underlying_store
+    return store if isinstance(store, Reunion) else None
 
 
 def _silent(store: dist.Store, keys: dict[str, int]) -> list[int]:

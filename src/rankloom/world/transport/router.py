@@ -247,6 +247,12 @@ for _name in OF_THE_CPU:
     setattr(DeviceRouter, _name, _ask_cpu(_name))
 
 
+def gone(group: dist.ProcessGroup | None) -> Sequence[int]:
+    """The ranks of which a group knows that they have ended or left it. One of gloo or NCCL knows of none."""
+    shared = group.cpu if isinstance(group, DeviceRouter) else group
+    return shared.channel.gone() if isinstance(shared, SharedMemoryGroup) else ()
+
+
 def with_router(group: SharedMemoryGroup, timeout: float) -> dist.ProcessGroup:
     """`group`, or if there is CUDA, a router in front of it."""
     return DeviceRouter(group, timeout) if torch.cuda.is_available() else group
