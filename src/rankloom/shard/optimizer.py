@@ -33,9 +33,11 @@ from rankloom.base.tensors import has_nan
 
 Build = Callable[[list[nn.Parameter]], Any]
 
-# These update each element by itself: from the element, its gradient and its own state only.
-ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = tuple(getattr(torch.optim, name) for name in (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"))
+# These update each element by itself: from the element, its gradient and its own state only. And what a step reads of that state, if any.
+ELEMENTWISE: dict[type[torch.optim.Optimizer], set[str]] = {getattr(torch.optim, name): needed for name, needed in {
+    "ASGD": {"eta", "mu", "ax"}, "Adadelta": {"square_avg", "acc_delta"}, "Adagrad": {"sum"}, "Adam": {"exp_avg", "exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"}, "Adamax": {"exp_avg", "exp_inf"}, "NAdam": {"exp_avg", "exp_avg_sq", "mu_product"},
+    "RAdam": {"exp_avg", "exp_avg_sq"}, "RMSprop": {"square_avg"}, "Rprop": {"prev", "step_size"}, "SGD": set[str]()}.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,16 +245,10 @@ def keeps_shapes(optimizer: torch.optim.Optimizer) -> bool:
     return is_elementwise(optimizer) or isinstance(optimizer, torch.optim.Muon)
 
 
-STATE = {   # what a step of these reads of a parameter's state, if it has any
-    "ASGD": {"eta", "mu", "ax"}, "Adadelta": {"square_avg", "acc_delta"}, "Adagrad": {"sum"}, "Adam": {"exp_avg", "exp_avg_sq"},
-    "AdamW": {"exp_avg", "exp_avg_sq"}, "Adamax": {"exp_avg", "exp_inf"}, "NAdam": {"exp_avg", "exp_avg_sq", "mu_product"},
-    "RAdam": {"exp_avg", "exp_avg_sq"}, "RMSprop": {"square_avg"}, "Rprop": {"prev", "step_size"}}
-
-
 def needed_state(optimizer: torch.optim.Optimizer) -> set[str]:
     """Keys that every state of a parameter must have for the optimizer's next step; empty where that is not known."""
     base = _base_of_torch(optimizer)
-    return STATE.get(base.__name__, set()) if base is not None and _steps_as(optimizer, base) else set()
+    return ELEMENTWISE[base] if base is not None and _steps_as(optimizer, base) else set()
 
 
 def fits(value: Any, *shapes: torch.Size) -> bool:
