@@ -80,7 +80,7 @@ class Pipeline:
         self._step: Sequence[MicroBatch] = ()
         self._totals = torch.zeros(2, dtype=torch.float64, device=group.device)
         self._live: dict[tuple[int, int | None], _Live] = {}
-        self._border: dict[tuple[str, int, int | None], Values] = {}  # by direction, later of the two stages, micro-batch
+        self._border: dict[tuple[str, int, int | None], Values] = {}   # by direction, the stage that takes them, micro-batch
 
     def step(self, microbatches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward of all micro-batches, the same on every rank. Gradients of the loss *sum* are added to `.grad`.
@@ -185,7 +185,7 @@ class Pipeline:
         if self.hooks.before:
             self.hooks.before(m)
         live, scale = self._live[stage, m], self.hooks.scale() if self.hooks.scale else 1.0
-        grads = self._border.pop(("B", stage + 1, m)) if stage < self.schedule.stages - 1 else []
+        grads = self._border.pop(("B", stage, m)) if stage < self.schedule.stages - 1 else []
         ends = [(y, grad) for y, grad in zip(live.outputs, grads) if grad is not None]
         ends += [(loss, torch.full_like(loss, scale)) for loss in live.losses]
         ends = [(y, grad) for y, grad in ends if y.requires_grad]
@@ -193,7 +193,7 @@ class Pipeline:
             backward = partial(backward_to_inputs, live.products) if stage in self.schedule.split else torch.autograd.backward
             backward([y for y, _ in ends], [grad for _, grad in ends])
         if stage:
-            self._border["B", stage, m] = [x.grad for x in live.inputs] if _trained(live.inputs) else []
+            self._border["B", stage - 1, m] = [x.grad for x in live.inputs] if _trained(live.inputs) else []
         self._live[stage, m] = live._replace(inputs=[], outputs=[], losses=[])
         if action.kind == "B":
             self._weights(action)
@@ -207,18 +207,17 @@ class Pipeline:
         hook(action.stage)
 
     def _send(self, action: Action) -> None:
-        way, stage = action.kind[-1], action.stage
-        values = self._border.pop((way, stage + (way == "F"), action.microbatch))
-        if values:   # gradients that no stage needs are not sent
+        way, taker = action.kind[-1], action.stage + (1 if action.kind == "SEND_F" else -1)
+        if values := self._border.pop((way, taker, action.microbatch)):   # gradients that no stage needs are not sent
             self._messages.send(action, values)
 
     def _receive(self, action: Action) -> None:
-        way, stage, m = action.kind[-1], action.stage, action.microbatch
+        here = action.kind[-1], action.stage, action.microbatch
         if self._expects(action):
-            self._border[way, stage + (way == "B"), m] = self._messages.receive(action)
+            self._border[here] = self._messages.receive(action)
         else:
             self._messages.skip(action)
-            self._border["B", stage + 1, m] = []
+            self._border[here] = []
 
     def _expects(self, receive: Action) -> bool:
         """Whether a message comes: gradients that no stage needs are not sent."""
