@@ -14,17 +14,17 @@ Ranks send each other no tensor values. Read checkpoint/manifest.py, train/check
 import hashlib
 import os
 import uuid
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import ConfigError, ModelMismatch, StorageError
+from rankloom.base.errors import ConfigError, ModelMismatch, RankloomError, StorageError
 from rankloom.checkpoint.files import (
     Reader,
     commit,
@@ -48,6 +48,8 @@ from rankloom.train.state import NEW_RUN, TrainingState, expect_fit, own_parts, 
 from rankloom.world.objects import gather_object, scatter_object
 from rankloom.world.world import World
 
+T = TypeVar("T")
+
 
 def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_run: Mapping[str, Any] | None = None) -> None:
     """Write `state` into `folder`, replacing a checkpoint that is already there. A collective.
@@ -57,17 +59,18 @@ def save_checkpoint(state: TrainingState, folder: str | os.PathLike[str], about_
     raises:    ConfigError, on all ranks, StorageError if it cannot be written; UnitError when the model was changed in place. An earlier
                checkpoint is then unchanged
     """
-    world, folder = state.world, _folder(state.world, folder)
+    world = state.world
+    folder = _together(world, partial(_path_of, folder, world.rank), label="folder of a checkpoint")
     state.placement.expect_own_values()
     parts, facts = [*state.placement.parts(), *_optimizer_parts(state)], _facts(state)
     if about_run is not None:
         facts["about_run"] = about_run
     is_new = not folder.is_dir()   # on every rank before any makes it
-    world.agree(_problem(partial(_begin, folder, parts, facts, state)), label="begin a checkpoint")
+    _together(world, partial(_expect_savable, folder, parts, facts, state), label="begin a checkpoint")
     try:
         with ExitStack() as until:
-            made = partial(_make, folder, until if world.rank == 0 else None)
-            world.agree(_problem(made), error=StorageError, label="make the folder of a checkpoint")
+            make = partial(_make_folder, folder, until if world.rank == 0 else None)
+            _together(world, make, error=StorageError, label="make the folder of a checkpoint")
             _write(world, folder, parts, facts)
     except BaseException:
         if is_new:   # the last rank finds it empty
@@ -95,8 +98,8 @@ def _write(world: World, folder: Path, parts: list[Part], facts: dict[str, Any])
         path.unlink(missing_ok=True)
         raise
     try:   # not in a thread, which would go on to replace the manifest when this rank has given up
-        problem = _problem(partial(commit, folder, manifest)) if manifest else None   # rank 0 has it
-        world.agree(problem, error=StorageError, label="commit a checkpoint")
+        finish = partial(commit, folder, manifest) if manifest else lambda: None   # rank 0 has it
+        _together(world, finish, error=StorageError, label="commit a checkpoint")
     except StorageError:   # only this error: when a rank is lost now, the commit may already have happened
         path.unlink(missing_ok=True)
         raise
@@ -105,17 +108,11 @@ def _write(world: World, folder: Path, parts: list[Part], facts: dict[str, Any])
 def _manifest_of(announced: list[list[AnnouncedPart]], shares: list[list[int]], told: list[Any]) -> Manifest:
     """told: by each rank, its file, if it has written one, and its facts"""
     files = [SavedFile(*file) if file else None for file, _ in told]
-    return assemble(announced, shares, files, _joined([facts for _, facts in told]))
-
-
-def _folder(world: World, given: Any) -> Path:
-    """The path of a checkpoint. raises: ConfigError, on all ranks, when one of them gives none"""
-    found = list[Path]()
-    world.agree(_problem(lambda: found.append(_path_of(given, world.rank))), label="folder of a checkpoint")
-    return found[0]
+    return assemble(announced, shares, files, _facts_of_all([facts for _, facts in told]))
 
 
 def _path_of(given: Any, rank: int) -> Path:
+    """The path of a checkpoint. raises: ConfigError when this rank gives none"""
     if not (isinstance(given, str | os.PathLike) and isinstance(os.fspath(given), str) and os.fspath(given)) or "\0" in os.fspath(given):
         raise ConfigError(f"rank {rank}: the folder of a checkpoint is {given!r}, expected a path such as 'ckpt'")
     try:
@@ -126,8 +123,8 @@ def _path_of(given: Any, rank: int) -> Path:
     return path
 
 
-def _begin(folder: Path, parts: list[Part], facts: Mapping[str, Any], state: TrainingState) -> None:
-    """Find out what cannot be written, before writing anything."""
+def _expect_savable(folder: Path, parts: list[Part], facts: Mapping[str, Any], state: TrainingState) -> None:
+    """Raise ConfigError for what cannot be written, before anything is."""
     expect_writable(parts)
     _expect_keepable(state)
     settings = [item for part in facts["param_groups"] for item in part.items()]
@@ -139,7 +136,7 @@ def _begin(folder: Path, parts: list[Part], facts: Mapping[str, Any], state: Tra
         expect_free(folder)
 
 
-def _make(folder: Path, until: ExitStack | None) -> None:
+def _make_folder(folder: Path, until: ExitStack | None) -> None:
     """Make the folder, and keep other saves out of it, if `until` is given."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,13 +168,15 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def _problem(work: Any) -> str | None:
-    """Run `work`. Returns the message of its ConfigError, so that all ranks can raise it together."""
+def _together(world: World, work: Callable[[], T], *, label: str, error: type[RankloomError] = ConfigError) -> T:
+    """What `work` returns. A collective: if it raises a ConfigError on some ranks, all raise that, as an `error`."""
+    problem = None
     try:
-        work()
-    except ConfigError as error:
-        return str(error)
-    return None
+        made = work()
+    except ConfigError as raised:
+        problem = str(raised)
+    world.agree(problem, error=error, label=label)
+    return made
 
 
 # ---------------------------------------------------------------------- what there is to save
@@ -211,19 +210,19 @@ def _is_sharded_as_parameter(key: str, value: Tensor, owner: nn.Parameter, numbe
 
 def _parts_of(state: TrainingState, key: str, value: Tensor, piece: OwnedRun, *, is_sharded: bool) -> list[Part]:
     """The parts of one optimizer value. is_sharded: sharded as the parameter is; otherwise equal on every rank that has it"""
-    saved = OPTIMIZER + _joint(key, piece.name)
+    saved = OPTIMIZER + _value_name(key, piece.name)
     return state.placement.parts_like(saved, piece, value) if is_sharded else [whole_part(saved, value)]
 
 
-def _joint(key: str, name: str) -> str:
-    """One name for the value that an optimizer has under a key of a parameter. Only the latter's name may have a slash in it."""
+def _value_name(key: str, name: str) -> str:
+    """Of the value that an optimizer has under a key of a parameter: KEY/NAME. Only the parameter's name may have a slash in it."""
     return f"{quote(key, safe='')}/{name}"
 
 
 def _facts(state: TrainingState) -> dict[str, Any]:
     """Everything that is not a tensor. Extra state and optimizer values, by name, may differ by rank; the rest is equal on all ranks."""
     run = state.run()
-    values = {_joint(key, name): value for name, key, value, *_ in _remembered(state) if not isinstance(value, Tensor)}
+    values = {_value_name(key, name): value for name, key, value, *_ in _remembered(state) if not isinstance(value, Tensor)}
     extra = {name: value for name, value in state.placement.model.state_dict(keep_vars=True).items() if is_extra(name)}
     groups = whole_state(state.optimizer, state.placement.owners, {})["param_groups"]
     plain = [{key: value.tolist() if isinstance(value, Tensor) else value for key, value in part.items()} for part in groups]
@@ -231,7 +230,7 @@ def _facts(state: TrainingState) -> dict[str, Any]:
     return {"run": run | {"amax": amax}, "extra": extra, "values": values, "param_groups": plain}
 
 
-def _joined(facts: list[dict[str, Any]]) -> dict[str, Any]:
+def _facts_of_all(facts: list[dict[str, Any]]) -> dict[str, Any]:
     first = facts[0]
     return first | {kind: {name: value for rank in reversed(facts) for name, value in rank[kind].items()} for kind in ("extra", "values")}
 
@@ -245,7 +244,7 @@ def load_checkpoint(state: TrainingState, folder: str | os.PathLike[str]) -> dic
     memory: one optimizer value of this rank at a time, beyond the loaded state
     raises: DataError, ModelMismatch, on all ranks, with nothing changed, unless a file disappears while it is read
     """
-    folder = _folder(state.world, folder)
+    folder = _together(state.world, partial(_path_of, folder, state.world.rank), label="folder of a checkpoint")
     with reading(folder):
         return _load(state, folder)
 
@@ -311,9 +310,9 @@ def _expect_same_model(world: World, folder: Path, parts: list[Part], extra: Ite
 def _described(manifest: Manifest) -> dict[str, Any]:
     """The saved optimizer state, with tensors on the meta device."""
     held: dict[str, dict[str, Any]] = {}
-    for joint, value in [(name.removeprefix(OPTIMIZER), torch.empty(saved.shape, dtype=saved.dtype, device="meta"))
+    for value_name, value in [(name.removeprefix(OPTIMIZER), torch.empty(saved.shape, dtype=saved.dtype, device="meta"))
                          for name, saved in manifest.tensors.items() if name.startswith(OPTIMIZER)] + [*manifest.facts["values"].items()]:
-        key, _, name = joint.partition("/")
+        key, _, name = value_name.partition("/")
         held.setdefault(name, {})[unquote(key)] = value
     return {"state": held, "param_groups": manifest.facts["param_groups"]}
 
