@@ -62,8 +62,8 @@ class _Way(NamedTuple):
 
     there: Move
     back: Move
-    layout: Layout
-    after: Layout
+    src: Layout
+    dst: Layout
     group: Group
     label: str
 
@@ -77,7 +77,7 @@ class _Redistribute(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: _Way, overwrite: bool, unread: bool) -> Tensor:
         ctx.way, ctx.unread = way, unread
-        expect_alike(x, way.layout, way.group, f"{way.label}: forward")
+        expect_alike(x, way.src, way.group, f"{way.label}: forward")
         if way.there.kind == "all_reduce" and overwrite and not is_watched() and x.is_contiguous():
             ctx.mark_dirty(x)
             return way.group.all_reduce(x, label=f"{way.label}: forward")   # type: ignore[no-any-return]
@@ -88,7 +88,7 @@ class _Redistribute(Function):
         if ctx.unread:
             raise ConfigError(f"{ctx.way.group.where(ctx.way.label)}: no split layer has read these, so all ranks have computed the same "
                               "with them, and their gradients would be added up; in the plan say sequence_parallel_rep for this norm")
-        expect_alike(gradient, ctx.way.after.gradient(), ctx.way.group, f"{ctx.way.label}: backward")
+        expect_alike(gradient, ctx.way.dst.gradient(), ctx.way.group, f"{ctx.way.label}: backward")
         return _carry_out(ctx.way.back, gradient, ctx.way, "backward"), None, None, None
 
 
@@ -119,7 +119,7 @@ def claim(x: Tensor, group: Group, label: str) -> None:
 def _carry_out(move: Move, x: Tensor, way: _Way, direction: str) -> Tensor:
     """The result of `move`, in new memory; of `nothing`, a view."""
     group, label = way.group, f"{way.label}: {direction}"
-    dim = way.layout.place(move.dim) if move.dim else 0
+    dim = way.src.place(move.dim) if move.dim else 0
     match move.kind:
         case "all_reduce":
             return group.all_reduce(x.clone(memory_format=torch.contiguous_format), label=label)   # type: ignore[no-any-return]
@@ -134,7 +134,7 @@ def _carry_out(move: Move, x: Tensor, way: _Way, direction: str) -> Tensor:
         case "pad":
             return _padded(x, dim, group)
         case "all_to_all":
-            cut = way.layout.place(str(move.to))
+            cut = way.src.place(str(move.to))
             expect_even(x.shape[cut], str(move.to), x, group, label)
             return _exchanged(x, dim, cut, group, label)
     return x.view_as(x)
