@@ -28,6 +28,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,30 +70,30 @@ def is_transposed(module: nn.Module) -> bool | None:
     return True if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 
 
-def out_features(module: nn.Module) -> int:
+def out_features(layer: Any) -> int:
     """The number of output features of a linear layer."""
-    weight = module.weight
-    assert isinstance(weight, Tensor), "a linear layer without a weight"
-    return weight.shape[1 if is_transposed(module) else 0]
+    return layer.weight.shape[1 if is_transposed(layer) else 0]   # type: ignore[no-any-return]
 
 
-def _linear(site: Site, word: str) -> bool:
+def _linear(site: Site) -> tuple[Any, bool]:
+    """The linear layer here, and whether it `is_transposed`. raises: ConfigError for another module"""
     transposed = is_transposed(site.module)
     if transposed is None:
-        raise ConfigError(f"{site.name}: {word} is for nn.Linear and Conv1D, but this is a {type(site.module).__name__}")
-    return transposed
+        raise ConfigError(f"{site.name}: {site.cutting.words[site.name]} is for nn.Linear and Conv1D, but this is a "
+                          f"{type(site.module).__name__}")
+    return site.module, transposed
 
 
 def _length(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans[0])
 
 
-def _cut_outputs(site: Site, transposed: bool, length: int, spans: Spans, *, is_partial: bool = False, gathers: int = 0) -> None:
+def _cut_outputs(site: Site, length: int, spans: Spans, *, is_partial: bool = False, gathers: int = 0) -> None:
     """Put this rank's output features of a linear layer in its place. length: of a rank's part; gathers: see `ColumnLinear`"""
-    cutting, weight, bias = site.cutting, site.module.weight, site.module.bias
-    held = {"weight": Holding(tuple(weight.shape), length, 1 if transposed else 0, spans, is_partial)}   # type: ignore[arg-type, union-attr]
-    if bias is not None:
-        held["bias"] = Holding(tuple(bias.shape), length, 0, spans, is_partial)   # type: ignore[arg-type, union-attr]
+    (layer, transposed), cutting = _linear(site), site.cutting
+    held = {"weight": Holding(tuple(layer.weight.shape), length, 1 if transposed else 0, spans, is_partial)}
+    if layer.bias is not None:
+        held["bias"] = Holding(tuple(layer.bias.shape), length, 0, spans, is_partial)
     kind = OverlappedColumnLinear if cutting.pieces > 1 else ColumnLinear
     parts, enter = site.parts(held), cutting.entrance(site.parent)
     ends = Ends(WHOLE if enter else GRAD_PARTIAL, WHOLE if gathers else BY_WIDTH, width=parts[0].shape[0 if transposed else 1])
@@ -101,8 +102,8 @@ def _cut_outputs(site: Site, transposed: bool, length: int, spans: Spans, *, is_
 
 def column(site: Site, *, gathers: bool = False) -> None:
     """colwise, and colwise_rep when it `gathers`."""
-    transposed, cutting, ranks = _linear(site, "colwise"), site.cutting, site.group.size
-    features, is_partial = out_features(site.module), False
+    (layer, _), cutting, ranks = _linear(site), site.cutting, site.group.size
+    features, is_partial = out_features(layer), False
     if gathers:
         length, spans = padded(features, ranks)
     else:
@@ -115,7 +116,7 @@ def column(site: Site, *, gathers: bool = False) -> None:
             _expect_one_matrix(site, features, len(siblings))
             spans = cut_evenly(features, ranks, site.name)
         length = _length(spans)
-    _cut_outputs(site, transposed, length, spans, is_partial=is_partial, gathers=features if gathers else 0)
+    _cut_outputs(site, length, spans, is_partial=is_partial, gathers=features if gathers else 0)
 
 
 def _heads_of(site: Site, features: int, siblings: dict[str, int]) -> Heads | None:
@@ -164,37 +165,36 @@ def _row_cut_beside(site: Site) -> dict[str, int]:
     return {name: _in_features(child) for name, child in beside if site.cutting.words.get(name) == "rowwise"}
 
 
-def _in_features(module: nn.Module) -> int:
+def _in_features(module: Any) -> int:
     transposed = is_transposed(module)
-    return 0 if transposed is None else module.weight.shape[0 if transposed else 1]   # type: ignore[union-attr, index, return-value]
+    return 0 if transposed is None else module.weight.shape[0 if transposed else 1]   # type: ignore[no-any-return]
 
 
 def packed_column(site: Site, *, qkv: bool) -> None:
     """packed_colwise, and packed_qkv_colwise."""
-    transposed, cutting, ranks = _linear(site, "packed_colwise"), site.cutting, site.group.size
-    features = out_features(site.module)
+    (layer, _), cutting, ranks = _linear(site), site.cutting, site.group.size
+    features = out_features(layer)
     if qkv:
         heads, key_values = fused_heads_of(cutting.model.get_submodule(site.parent), site.parent, features)
         spans, is_partial = heads.fused(features, key_values, ranks)
         cutting.heads[site.parent] = [Cut(count, max(count // ranks, 1), heads.width) for count in (heads.query, key_values or heads.query)]
     else:
         spans, is_partial = cut_evenly(features, ranks, site.name, parts=2), False
-    _cut_outputs(site, transposed, _length(spans), spans, is_partial=is_partial)
+    _cut_outputs(site, _length(spans), spans, is_partial=is_partial)
 
 
 def row(site: Site, *, slices: bool = False, parts: int = 1) -> None:
     """rowwise, rowwise_rep when it `slices` its input, packed_rowwise when that is `parts` matrices."""
-    transposed, cutting = _linear(site, "rowwise"), site.cutting
-    weight, bias = site.module.weight, site.module.bias
-    dim = 0 if transposed else 1
-    spans = cut_evenly(weight.shape[dim], site.group.size, site.name, parts=parts)   # type: ignore[union-attr, index, arg-type]
-    held = {"weight": Holding(tuple(weight.shape), _length(spans), dim, spans)}      # type: ignore[arg-type, union-attr]
-    if bias is not None:
-        held["bias"] = Holding(tuple(bias.shape), grad_partial=cutting.sequence)             # type: ignore[arg-type, union-attr]
+    (layer, transposed), cutting = _linear(site), site.cutting
+    shape, dim = tuple(layer.weight.shape), 0 if transposed else 1
+    spans = cut_evenly(shape[dim], site.group.size, site.name, parts=parts)
+    held = {"weight": Holding(shape, _length(spans), dim, spans)}
+    if layer.bias is not None:
+        held["bias"] = Holding(tuple(layer.bias.shape), grad_partial=cutting.sequence)
     kind = partial(OverlappedRowLinear, pieces=cutting.pieces) if cutting.pieces > 1 else RowLinear
-    width = weight.shape[dim] if slices else held["weight"].length   # type: ignore[union-attr, index]
+    width = shape[dim] if slices else held["weight"].length
     site.replace(kind(*site.parts(held), site.group, cutting.stream, transposed=transposed, slices=slices, label=site.name), held,
-                 Ends(WHOLE if slices else BY_WIDTH, cutting.stream, width=width))   # type: ignore[arg-type]
+                 Ends(WHOLE if slices else BY_WIDTH, cutting.stream, width=width))
 
 
 def embedding(site: Site, *, by_rows: bool) -> None:
@@ -279,8 +279,7 @@ def latents(site: Site) -> None:
 
     sent: backward, an all-reduce of the gradient of the rotated key
     """
-    _linear(site, "mla_kv_a_proj")
-    module, group, label = site.module, site.group, site.name
+    (module, _), group, label = _linear(site), site.group, site.name
     if site.cutting.sequence:
         raise ConfigError(f"{label}: mla_kv_a_proj wants whole tokens, but the norms of this plan are sequence_parallel")
     features = out_features(module)
