@@ -10,7 +10,7 @@ unit keeps its own; at stages 2 and 3, units of one size take turns with two. On
 so that its activations can use the memory. Read shard/unit.py before this file.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Set
 from enum import Enum
 
@@ -35,9 +35,8 @@ class BufferPool:
 
     def __init__(self, units: Iterable[Unit], frames: Frames):
         units, self.frames = list(units), frames
-        sizes = [size_of(unit) for unit in units]
-        self._free = {size_of(unit): [self._buffer_for(unit) for _ in range(min(IN_TURN, sizes.count(size_of(unit))))]
-                      for unit in {size_of(unit): unit for unit in units}.values()}
+        users, one_of = Counter(map(size_of, units)), {size_of(unit): unit for unit in units}
+        self._free = {size: [self._buffer_for(one_of[size]) for _ in range(min(IN_TURN, users[size]))] for size in users}
         self._flying: deque[Gradient] = deque()
 
     def lend(self, unit: Unit) -> Window:
@@ -127,7 +126,7 @@ class Gradient:
     @property
     def slice(self) -> Tensor | None:
         """This rank's slice of the sum: a view of the whole, if that is kept in the dtype of the slice."""
-        if self._is_inside():
+        if self._slice_is_in_whole:
             assert self._kept is not None
             start, stop = self.unit.layout.span(self.unit.group.rank)
             return self._kept.tensor[start:stop]
@@ -168,8 +167,8 @@ class Gradient:
         assert self.whole is not None, "a unit without parameters"
         if self._scales_first:
             self.whole.mul_(self.scale)
-        place, room = self._place(), self._room_for_arrivals()
-        self._wait = self.sums.start_scatter(self.whole, place, room.tensor if room else None, self._label)
+        out, room = self._memory_for_sum(), self._room_for_arrivals()
+        self._wait = self.sums.start_scatter(self.whole, out, room.tensor if room else None, self._label)
         self._flight = Flight.OVER_SHARD
         self.pool.depart(self)
 
@@ -190,7 +189,7 @@ class Gradient:
         self.pool.arrive(self)
         if self.scale != 1.0 and not self._scales_first:
             received.mul_(self.scale)
-        self._hand_over(received)
+        self._add_to_slice(received)
         self._return_buffer()
         self._flight, self._wait = Flight.IDLE, _never   # what has waited holds the memory of the sum
 
@@ -244,11 +243,10 @@ class Gradient:
     @torch.no_grad()
     def set_sum(self, total: Tensor) -> None:
         """Take this rank's slice out of `total`, a sum over all ranks made elsewhere."""
-        whole = self._open().copy_(total)
+        whole = self._open_whole().copy_(total)
         start, stop = self.unit.layout.span(self.unit.group.rank)
-        place = self._place()
-        place.copy_(whole[start:stop])   # onto itself, where the slice is a view of the whole
-        self._hand_over(place)
+        mine = self._memory_for_sum().copy_(whole[start:stop])   # onto itself, where the slice is a view of the whole
+        self._add_to_slice(mine)
 
     def summed(self) -> dict[str, Tensor]:
         """After `set_sum`: the whole sums by name, of parameters that some rank used."""
@@ -269,9 +267,9 @@ class Gradient:
 
     def _view(self, name: str) -> Tensor:
         slot = self.unit.layout.slot(name)
-        return self._open()[slot.start : slot.end].view(slot.shape)
+        return self._open_whole()[slot.start : slot.end].view(slot.shape)
 
-    def _open(self) -> Tensor:
+    def _open_whole(self) -> Tensor:
         """The whole buffer, with zeros between tensors."""
         if self._buffer is None or not self._buffer.held:
             self._buffer = self._kept or self.pool.lend(self.unit)
@@ -301,14 +299,15 @@ class Gradient:
             self.pool.give_back(self.unit, self._buffer)
             self._buffer = None
 
-    def _is_inside(self) -> bool:
+    @property
+    def _slice_is_in_whole(self) -> bool:
         return self._kept is not None and self.unit.formats.reduce == self.unit.formats.master and self.unit.host is None
 
-    def _place(self) -> Tensor:
+    def _memory_for_sum(self) -> Tensor:
         """Where the reduce-scatter writes: the slice itself, or other memory where the slice already holds gradients."""
         unit = self.unit
         holds = any(owner.grad is not None for owner in unit.owners.values())
-        if holds and self._is_inside():
+        if holds and self._slice_is_in_whole:
             raise UnitError(f"rank {unit.group.world_rank}: gradients of unit {unit.name} came twice in one step: inside of the backward "
                             "ran another that leaves gradients. A hook takes them by torch.autograd.grad; checkpoint gets "
                             "use_reentrant=False")
@@ -317,7 +316,7 @@ class Gradient:
         return mine if fits else torch.empty(mine.numel(), dtype=unit.formats.reduce, device=unit.group.device)
 
     def _open_slice(self) -> Tensor:
-        if not self._is_inside():
+        if not self._slice_is_in_whole:
             own, host = self.unit.own, self.unit.host
             self._slice_memory = self._slice_memory or (Standing(host.empty(own.numel(), own.dtype)) if host else between_steps(
                 own.numel(), own.dtype, own.device))
@@ -325,7 +324,7 @@ class Gradient:
         assert self.slice is not None, f"{self._label}: nowhere to put the sum"
         return self.slice
 
-    def _hand_over(self, received: Tensor) -> None:
+    def _add_to_slice(self, received: Tensor) -> None:
         mine = self._open_slice()
         fresh = all(owner.grad is None for owner in self.unit.owners.values())
         in_place = received.data_ptr() == mine.data_ptr()   # there was no gradient when the reduction started
@@ -336,10 +335,10 @@ class Gradient:
         for name, owner in self.unit.owners.items():
             view = self.unit.slice_view(mine, name)
             if not fresh:
-                self._add(name, view, None if in_place else self.unit.slice_view(received, name))
+                self._add_to_owner(name, view, None if in_place else self.unit.slice_view(received, name))
             owner.grad = view if view.numel() else None
 
-    def _add(self, name: str, view: Tensor, new: Tensor | None) -> None:
+    def _add_to_owner(self, name: str, view: Tensor, new: Tensor | None) -> None:
         """Add the reduced `new` to `owner.grad`, in `view`, its place in the slice. new: None if it is in `view` already"""
         held = self.unit.owners[name].grad
         if held is not None and self._is_foreign(name):
