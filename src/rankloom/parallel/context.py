@@ -89,7 +89,7 @@ def expect_no_dropout(model: nn.Module, group: Group, but: tuple[type[nn.Module]
                           "or use one context rank")
 
 
-def own_tokens(x: Tensor, group: Group, kind: str | None = None, *, causal: bool = True) -> Tensor:
+def own_tokens(x: Tensor, group: Group, kind: str | None = None) -> Tensor:
     """This rank's tokens of whole rows [B, T, ...] -> [B, about T/p, ...], in order.
 
     kind:   by default that of the models that were cut over the group, or "ring": each kind cuts other tokens
@@ -102,7 +102,7 @@ def own_tokens(x: Tensor, group: Group, kind: str | None = None, *, causal: bool
     (kind,) = kinds
     if x.dim() < 2:
         raise ShapeMismatch(f"{group.where('own tokens')}: x has shape {tuple(x.shape)}, expected whole rows [B, T, ...]")
-    return Context(group, x.shape[1], kind, causal).own(x)
+    return Context(group, x.shape[1], kind).own(x)
 
 
 def called_apart(apart: Apart, model: nn.Module) -> AbstractContextManager[None]:

@@ -31,14 +31,12 @@ def set_extra(model: nn.Module, name: str, value: Any) -> None:
 
 
 @torch.no_grad()
-def full_values(model: nn.Module, sharding: Sharding, *, rank: int | None = None) -> dict[str, Tensor]:
-    """A whole state dict in CPU memory, in the master dtype. A collective.
+def full_values(model: nn.Module, sharding: Sharding) -> dict[str, Tensor]:
+    """A whole state dict in CPU memory, in the master dtype, on all ranks. A collective.
 
-    rank: the rank of the shard group that gets it, the others get an empty one; left out: all
-    sent: each piece once to that rank, or by broadcast to all; a device holds one whole tensor at a time
+    sent: each piece by broadcast to all; a device holds one whole tensor at a time
     """
-    values = {entry.name: entry.get() for entry in value_entries(model, sharding, rank=rank)}
-    return values if rank in (None, sharding.group.rank) else {}
+    return {entry.name: entry.get() for entry in value_entries(model, sharding, rank=None)}
 
 
 def expect_own_parameters(sharding: Sharding) -> None:
@@ -61,7 +59,7 @@ def changed_parameter(sharding: Sharding) -> str | None:
 
 
 def value_entries(model: nn.Module, sharding: Sharding, *, rank: int | None) -> list[Entry]:
-    """The values of `full_values`, to be gathered one by one, by all ranks in this order."""
+    """The values of `full_values`, to be gathered one by one, by all ranks in this order. rank: of the group, gets them; None: all do"""
     units, entries = units_of(sharding), []
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in units:
