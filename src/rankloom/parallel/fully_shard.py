@@ -271,8 +271,8 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
         give_memory(model, first, group.device, lambda param: False)
 
     def formats(param: nn.Parameter) -> Formats:
-        asked = (compute, reduce) if param.is_floating_point() else (None, None)   # integers keep their dtype
-        return Formats(asked[0] or param.dtype, param.dtype, asked[1] or param.dtype)
+        own = param.dtype   # which integers keep
+        return Formats(compute or own, own, reduce or own) if param.is_floating_point() else Formats(own, own, own)
 
     # math.inf: `no_sync` is for accumulating without communication.
     strategy = ShardingStrategy(3, formats, units=units, reshard_after_forward=reshard_after_forward, ahead=ahead, summing=summing,

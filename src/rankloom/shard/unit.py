@@ -93,8 +93,9 @@ class Unit:
         itemsize = min(formats.compute.itemsize, formats.master.itemsize)
         self.layout = lay_out({name: param.shape for name, param in params.items()}, itemsize, group.size)
         whole, common = group.common_buffer(self.layout.total, formats.compute)
-        is_own = group.size == 1 and host is None and formats.compute == formats.master   # the whole is the slice: nothing to free
-        self.residence = Residence.COMMON if common else Residence.KEPT if keep or is_own else Residence.FREED
+        may_be_inside = host is None and formats.compute == formats.master   # the slice, inside of the whole
+        keep = keep or (may_be_inside and group.size == 1)                   # then they are the same: nothing to free
+        self.residence = Residence.COMMON if common else Residence.KEPT if keep else Residence.FREED
         frames = frames or Frames(group.device)
         stays = Standing(whole) if self.stays else None
         del whole   # free it before other memory is allocated
@@ -107,13 +108,12 @@ class Unit:
         mark(self.params, formats.compute, group.world_rank, name)
         if fill is not None:
             self.release()   # it has no values yet
-        in_place = self.stays and formats.master == formats.compute and host is None
-        size = self.layout.total // group.size
-        self.own = self._span() if in_place else host.empty(size, formats.master) if host else torch.zeros(
+        size, is_inside = self.layout.total // group.size, self.stays and may_be_inside
+        self.own = self._span() if is_inside else host.empty(size, formats.master) if host else torch.zeros(
             size, dtype=formats.master, device=group.device)
         self._take_over(fill)
         # Otherwise `own` is a view of `whole`, and a write to a parameter reaches the slice.
-        if self.stays and (self.common or not in_place):
+        if self.stays and (self.common or not is_inside):
             for param in self.params.values():
                 watch(param)
         self.publish()
