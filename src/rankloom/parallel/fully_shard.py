@@ -204,7 +204,7 @@ class FullySharded(nn.Module):
         if moment is Moment.BACKWARD:
             self._follow_freezing()
         elif self._sharding.reducing is Reducing.ALL:
-            _, alike = self._sharding.agree(mark=max((keeper.mark() for keeper in self._keepers), default=0))
+            _, alike = self._sharding.finish(mark=max((keeper.mark() for keeper in self._keepers), default=0))
             self._summing.end_step()
             for keeper in self._keepers:
                 keeper.heed(alike)

@@ -132,7 +132,7 @@ class Sharding:
         self._calls.order_hash = 0
         self.release()
 
-    def agree(self, totals: Tensor | None = None, mark: int = 0) -> tuple[Tensor | None, bool]:
+    def finish(self, totals: Tensor | None = None, mark: int = 0) -> tuple[Tensor | None, bool]:
         """After the last backward of a step: drop the gradients of parameters that no rank used. A collective.
 
         totals: fp64 numbers to sum over all ranks in the same message; returned, with whether all have the same `mark`, below 2**31

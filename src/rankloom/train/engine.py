@@ -165,10 +165,10 @@ class Engine:
         self.placement.expect_own_values()
         self._experts.forget_auxiliary()
         whole = isinstance(self.placement, ReplicatedPlacement)
-        here = lambda t: t.to(self.group.device)
-        lay_out = (lambda t: laid_out_anew(here(t))) if self.settings.logical_shards else here   # as in a step
+        lay_out = laid_out_anew if self.settings.logical_shards else lambda t: t   # as in a step
         with evaluating(self.model), several_batches(batches, self.world_rank), self.settings.float8.weights_cast(whole=whole):
-            losses = [self._call_loss(map_tensors(lay_out, batch))[1] for batch in self.placement.together(batches)]
+            losses = [self._call_loss(map_tensors(lambda t: lay_out(t.to(self.group.device)), batch))[1]
+                      for batch in self.placement.together(batches)]
         total, count = self._total(losses)
         if not 0 < count < math.inf:   # nor NaN
             raise LossError(f"rank {self.world_rank}: evaluation counted {count:g} items over all ranks; is the validation set empty?")

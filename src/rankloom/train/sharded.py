@@ -118,7 +118,7 @@ class ShardedPlacement(Placement):
 
     def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Reductions have ended with the backward. Agree which parameters were used on any rank, and sum the totals."""
-        summed, alike = self.sharding.agree(totals, mark)
+        summed, alike = self.sharding.finish(totals, mark)
         assert summed is not None, "no totals"
         self.summing.end_step()
         return summed, alike
@@ -269,7 +269,7 @@ class CanonicalShardedPlacement(ShardedPlacement):
         """Fold over the ranks, then keep this rank's slices."""
         for gradient in self.sharding.gradients():
             gradient.set_sum(self._folds.sum(gradient, self._world, f"gradients of {gradient.unit.name}"))
-        _, alike = self.sharding.agree(mark=mark)
+        _, alike = self.sharding.finish(mark=mark)
         return self._folds.sum(TOTALS, self._world, "totals"), alike
 
     def norm(self, totals: Tensor) -> Tensor:
