@@ -32,7 +32,7 @@ AT_ONCE = {"cpu": 1 << 18}   # elements whose mask is drawn at a time: what fits
 AT_ONCE_ELSEWHERE = 1 << 24   # enough for a kernel to take longer than its launch; needs 128 MiB
 
 
-@dataclass(slots=True)
+@dataclass
 class DropoutKey:
     """The running step and rows of the global batch: a part of every mask's key."""
 

@@ -319,8 +319,8 @@ class Replay:
 
     def __init__(self, block: nn.Module, before: Callable[[], None] = lambda: None):
         self._before, self.draws = before, Draws(block)
-        self._keys = list({id(m.key): m.key for m in block.modules() if isinstance(m, Keyed)}.values())
-        self._then = [(key.step, key.rows, key.here, dict(key.calls)) for key in self._keys]
+        keys = {id(m.key): m.key for m in block.modules() if isinstance(m, Keyed)}.values()
+        self._then = [(key, {"step": key.step, "rows": key.rows, "here": key.here}, dict(key.calls)) for key in keys]
         self._block, self.buffers = block, Values()
         self._reuse: Reuse | None = None
         self._learn: Callable[[int], None] = lambda used: None
@@ -332,9 +332,8 @@ class Replay:
 
     def __enter__(self) -> None:
         self._before()
-        for key, (step, rows, here, calls) in zip(self._keys, self._then, strict=True):
-            self._undo.callback(_set, key, key.step, key.rows, key.here, key.calls, is_replayed=key.is_replayed)
-            _set(key, step, rows, here, dict(calls))
+        for key, then, calls in self._then:
+            self._undo.enter_context(temporarily(key, **then, calls=dict(calls), is_replayed=True))
         self.draws.set_back(self._undo)
         self._undo.enter_context(on_copies(self._block, self.buffers))
         if self._reuse:
@@ -344,10 +343,6 @@ class Replay:
         self._undo.__exit__(*raised)
         if self._reuse:
             self._learn(self._reuse.used)
-
-
-def _set(key: Any, step: int, rows: range, here: Any, calls: dict[str, int], *, is_replayed: bool = True) -> None:
-    key.step, key.rows, key.here, key.calls, key.is_replayed = step, rows, here, calls, is_replayed
 
 
 # ---------------------------------------------------------------------- what a block costs
