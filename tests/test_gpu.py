@@ -203,6 +203,24 @@ def test_no_rank_waits_for_its_gpu_before_the_update(mesh, begin):
         assert losses[-1] < losses[0]
 
 
+def moved(dtype, world):
+    """What a rank has after numbers of this dtype went to the next rank, in two ways; and after a sum, if they are complex."""
+    mine, came, went = (torch.full((4,), world.rank + at, device=world.device).to(dtype) for at in (1, 5, 5))
+    world.exchange(mine, 1 - world.rank, came, 1 - world.rank)
+    for frm in (0, 1):
+        world.send(mine, 1 - frm) if frm == world.rank else world.recv(went, frm)
+    sums = [world.reduce_scatter(mine * 1j, op).imag.tolist() for op in ("sum", "mean")] if dtype.is_complex else []
+    return came.real.tolist(), went.real.tolist(), *sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_messages_and_sums_between_gpus_are_of_any_dtype(dtype):
+    """Also of those that NCCL does not know."""
+    numbers = torch.tensor([[1] * 4, [2] * 4]).to(dtype).real.tolist()
+    sums = [[3.0] * 2, [1.5] * 2] if dtype.is_complex else []
+    assert on_gpus(2, partial(moved, dtype)) == [(numbers[1 - rank], numbers[1 - rank], *sums) for rank in (0, 1)]
+
+
 # ---------------------------------------------------------------- several ranks on one GPU
 
 RANKS = [2, 4, 8]

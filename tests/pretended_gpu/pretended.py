@@ -134,6 +134,9 @@ def grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
 
 # ---------------------------------------------------------------- NCCL
 
+NUMBERS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+IN_PAIRS = ("all-reduce", "broadcast")   # what torch gives NCCL of complex numbers as pairs of real ones; NCCL knows none
+
 
 class Done:
     """A call of NCCL: done on a stream of its own, for which `wait` lets the current one wait. Until it is over `held` has its tensors."""
@@ -198,6 +201,7 @@ class NcclLike(dist.ProcessGroup):
             return start(lambda t: t)
         for t in tensors:
             assert t.device.type == NAME and t.is_contiguous(), f"{op}: {t.device}, strides {t.stride()}"
+            assert t.dtype in NUMBERS or (t.is_complex() and op in IN_PAIRS), f"{op}: NCCL has no {t.dtype}"
         if op not in ("send", "receive"):
             self._connect_all()
         with self._lock:

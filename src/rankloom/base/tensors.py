@@ -70,6 +70,11 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.detach().unsqueeze(-1).view(torch.uint8)
 
 
+def as_reals(x: Tensor) -> Tensor:
+    """The memory of complex numbers as pairs of real ones, which have the same sums: NCCL knows no others. Other tensors stay."""
+    return torch.view_as_real(x.detach()) if x.is_complex() else x
+
+
 def memory_of(x: Tensor) -> Any:
     """The memory of `x` for C code. A storage whose `numpy()` was asked for can never be resized again, so this does not ask.
 

@@ -4,8 +4,7 @@ Every collective checks that its tensor is contiguous (gloo silently moves the w
 ledger, and turns a backend's failure into `RankLost` or `CollectiveTimeout` with a label. By default a collective returns its result; with
 `async_op=True` it returns a `Handle` at once.
 
-A group of one rank has no connection: every collective is the identity.
-Read `world/world.py` for how groups are made, `base/cost.py` for the bills.
+A group of one rank has no connection: every collective is the identity. `world/world.py` makes groups, `base/cost.py` has the bills.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast
 from rankloom.base.errors import ConfigError, RankloomError, RankLost, ShapeMismatch, UnitError
 from rankloom.base.json_text import as_json, from_json
 from rankloom.base.quantities import seconds
-from rankloom.base.tensors import as_bytes
+from rankloom.base.tensors import as_bytes, as_reals
 from rankloom.base.topology import Topology
 from rankloom.world.debug import Fingerprint, Inspector, call_site
 from rankloom.world.handle import Handle as Handle
@@ -171,7 +170,7 @@ class Group:
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
         options = c10d.ReduceScatterOptions()
         options.reduceOp, options.asyncOp = torchs, async_op
-        start, finish = lambda pg: pg._reduce_scatter_base(mine, x, options), lambda: completed(mine, op, self.size)
+        start, finish = lambda pg: pg._reduce_scatter_base(*map(as_reals, (mine, x)), options), lambda: completed(mine, op, self.size)
         if self._goes_directly(x):
             room = self._output(scratch, x, (x.shape[0] - n, *x.shape[1:]), f"{label or 'reduce_scatter'}: scratch")
             slices, theirs = x.detach().unflatten(0, (self.size, n)).unbind(), room.unflatten(0, (self.size - 1, n)).unbind()
@@ -248,7 +247,7 @@ class Group:
         self._connected(label or "send")
         self.ledger.enter(x.nbytes, 1)
         met = self._announced("send", x, to, tag)   # with no local name for the process group: see `_launch`
-        return self._launch(label or "send", async_op, lambda pg: [*met, pg.send([x], to, tag)], lambda: x)
+        return self._launch(label or "send", async_op, lambda pg: [*met, pg.send([self._moved(x)], to, tag)], lambda: x)
 
     def recv(self, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Fill `into` with what rank `frm` of this group sends; the receiver must know shape and dtype."""
@@ -257,7 +256,7 @@ class Group:
         self._peer(frm, tag)
         expect_movable(into, self.device, self.where(label or "recv"))
         met = self._announced("recv", into, frm, tag)
-        return self._launch(label or "recv", async_op, lambda pg: [*met, pg.recv([into], frm, tag)], lambda: into)
+        return self._launch(label or "recv", async_op, lambda pg: [*met, pg.recv([self._moved(into)], frm, tag)], lambda: into)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, frm: int, *, tag: int = 0, label: str = "", async_op: bool = False) -> Any:
         """Send `out` to one rank while receiving `into` from another, or the same, or itself. Cannot deadlock, in whatever order ranks
@@ -277,7 +276,7 @@ class Group:
         self._connected(label)
         self.ledger.enter(out.nbytes, 1)
         met = [*self._announced("recv", into, frm, tag), *self._announced("send", source, to, tag)]
-        return self._launch(label, async_op, lambda pg: [*met, *start_both(pg, source, into, to, frm, tag)], lambda: into)
+        return self._launch(label, async_op, lambda pg: [*met, *start_both(pg, self._moved(source), self._moved(into), to, frm, tag)], lambda: into)
 
     # ------------------------------------------------------------------ values that are not tensors
 
