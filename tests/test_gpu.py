@@ -80,9 +80,11 @@ def test_nothing_before_the_update_waits_for_the_gpu(world, experts, options):
     def loss(model, batch):
         if engine.steps_done == 2:
             mode("error")
-        return language_model_loss(model, batch)[0], batch[1].numel()
+        counted.append(1)
+        items = batch[1].numel()   # of every other micro-batch as a tensor on the host
+        return language_model_loss(model, batch)[0], items if len(counted) % 2 else torch.tensor(items)
 
-    model = GPT(preset("1M", vocab_size=256, seq_len=64, moe=experts))
+    model, counted = GPT(preset("1M", vocab_size=256, seq_len=64, moe=experts)), []
     engine = rl.prepare(model, loss=loss, world=world, accumulate=2, clip=1.0, **{"precision": "bf16"} | options,
                         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=torch.cuda.is_available()))
     update = engine.optimizer.step

@@ -35,7 +35,8 @@ def sum_and_count(returned: Any, where: str) -> tuple[Tensor, Tensor]:
         raise LossError(f"{where}: the loss function counted {_describe(count)}, expected one number: how many items it has summed over")
     if isinstance(count, Real):   # filled in on the device: to copy a number there would wait for all that is queued
         return total, torch.full((), float(count), dtype=torch.float64, device=total.device)
-    return total, count.detach().to(total.device, torch.float64).reshape(())
+    # From the host it goes without waiting, too. To the host that would be wrong: it would be read before it has come.
+    return total, count.detach().to(total.device, torch.float64, non_blocking=count.is_cpu).reshape(())
 
 
 def _describe(value: Any) -> str:
