@@ -7,12 +7,14 @@ The second half has 2, 4 and 8 processes on one GPU. What their ranks run does n
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
 import rankloom.transport  # registers the backend
@@ -203,6 +205,43 @@ def engine_loop(begin, world):
 def test_no_rank_waits_for_its_gpu_before_the_update(mesh, begin):
     for losses in on_gpus(mesh, partial(engine_loop, begin)):
         assert losses[-1] < losses[0]
+
+
+def norm_of_two_sizes(world):
+    """How many operations take the gradient norm of a model of few layers, and of one of many, that is split over tensor ranks."""
+    counts = []
+    for blocks in (1, 4):
+        model = GPT(replace(preset("1M", vocab_size=256, seq_len=64), layers=blocks))
+        engine = rl.prepare(model, loss=language_model_loss, world=world, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3))
+        text = torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(0)).to(world.device)
+        norm, used = engine.placement.norm, []
+
+        def watched(totals, norm=norm, used=used):
+            with Operations() as seen:
+                found = norm(totals)
+            used.append(seen.number)
+            return found
+
+        engine.placement.norm = watched
+        engine.step((text[:, :-1].contiguous(), text[:, 1:].contiguous()))
+        counts += used
+    return counts
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that compute: views cost nothing on a device."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_of_a_split_model_takes_as_many_operations_for_any_number_of_tensors():
+    """Each would be a kernel of a few microseconds, several for every parameter."""
+    for few, many in on_gpus(rl.Mesh(tensor=2), norm_of_two_sizes):
+        assert few == many
 
 
 def moved(dtype, world):

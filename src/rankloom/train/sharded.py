@@ -21,7 +21,7 @@ from rankloom.parallel.reduction_order import Reducing
 from rankloom.parallel.same_bits import TOTALS, ShardFolds
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.state_dict import expect_own_parameters, load_values, owned_pieces, units_of, value_entries
-from rankloom.shard.norm import norm_of
+from rankloom.shard.norm import norm_of, norms_of
 from rankloom.shard.optimizer import Optimizer, OwnedRun
 from rankloom.shard.optimizer_state import Entry, state_entries, whole_state
 from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
@@ -287,8 +287,11 @@ class SplitPlacement(ShardedPlacement):
         Ranks that hold one model between them each have totals of their own, and must all skip a step if one does.
         """
         pieces = self.pieces()
-        terms = [norm_of(grad).square() / copies for name, owner in self.owners.items() if owner.grad is not None
-                 for grad, copies in self.counted(pieces[name], owner.grad)]
+        held: dict[int, list[Tensor]] = {}   # by how many ranks hold them
+        for name, owner in self.owners.items():
+            for grad, copies in self.counted(pieces[name], owner.grad) if owner.grad is not None else ():
+                held.setdefault(copies, []).append(grad)
+        terms = [norms_of(grads).square().sum() / copies for copies, grads in held.items()]
         square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device="cpu")
         not_finite = 0.0 * totals[:2].sum()   # 0 or NaN
         return self._everyone.all_reduce(square.to(self.group.device) + not_finite, label="gradient norm").sqrt()
