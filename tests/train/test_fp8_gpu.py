@@ -55,6 +55,15 @@ def test_one_pass_writes_the_bits_of_the_cpu_by_rows_and_by_columns(dtype, given
             torch.testing.assert_close(found.scale.cpu(), here.scale, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_a_magnitude_is_found_without_writing_those_of_all_elements(dim):
+    there = normal(1024, 512, seed=0).to(torch.bfloat16).to(DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    magnitude(there, dim)
+    assert torch.cuda.max_memory_allocated() - before < there.nbytes / 2
+
+
 def test_magnitudes_of_many_tensors_are_those_of_each_on_a_device():
     tensors = [normal(48, 16 * n, seed=n).to(torch.bfloat16).to(DEVICE) for n in range(1, 5)]
     tensors[2][1, 1], tensors[3][2, 2] = torch.nan, -torch.inf
