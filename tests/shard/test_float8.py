@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
 from rankloom.base.float8 import E4M3, cast, magnitude
@@ -52,6 +53,23 @@ def test_weights_are_cut_inside_and_some_ranks_own_nothing_of_some():
     pieces = {name: [layout.piece(name, rank) for rank in range(4)] for name in SHAPES}
     assert any(first > 0 for parts in pieces.values() for first, _ in parts)
     assert any((0, 0) in parts for parts in pieces.values())
+
+
+def test_the_magnitudes_of_a_slice_take_as_many_operations_for_any_number_of_weights():
+    """Each is a kernel on a GPU, which waits for them after every update."""
+    def operations(n):
+        layout, number = lay_out_evenly({f"w{at}": torch.Size((16, 16)) for at in range(n)}, 1, 2), 0
+
+        class Counting(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                nonlocal number
+                number += not func.is_view
+                return func(*args, **(kwargs or {}))
+
+        with Counting():
+            piece_amaxes(torch.ones(layout.total // 2), layout, 0)
+        return number
+    assert operations(2) == operations(20)
 
 
 def test_a_weight_that_is_not_finite_is_not_finite_on_every_rank():

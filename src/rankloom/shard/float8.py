@@ -26,11 +26,9 @@ def piece_amaxes(own: Tensor, layout: FlatLayout, rank: int) -> Tensor:
 
     own: [slice], in the dtype in which an unsharded model holds its weights   returns: fp32 [weights], in the order of the layout
     """
-    amaxes = torch.zeros(len(layout.slots), dtype=torch.float32, device=own.device)
-    if pieces := dict(_pieces(own, layout, rank)):
-        for at, largest in zip(pieces, magnitudes(list(pieces.values())).unbind()):
-            amaxes[at] = largest
-    return amaxes
+    none, pieces = torch.zeros((), dtype=torch.float32, device=own.device), dict(_pieces(own, layout, rank))
+    found = dict(zip(pieces, magnitudes(list(pieces.values())))) if pieces else {}
+    return torch.stack([found.get(at, none) for at in range(len(layout.slots))])
 
 
 @torch.no_grad()
