@@ -276,7 +276,8 @@ class Group:
         self._connected(label)
         self.ledger.enter(out.nbytes, 1)
         met = [*self._announced("recv", into, frm, tag), *self._announced("send", source, to, tag)]
-        return self._launch(label, async_op, lambda pg: [*met, *start_both(pg, self._moved(source), self._moved(into), to, frm, tag)], lambda: into)
+        return self._launch(label, async_op, lambda pg: [
+            *met, *start_both(pg, self._moved(source), self._moved(into), to, frm, tag)], lambda: into)
 
     # ------------------------------------------------------------------ values that are not tensors
 
