@@ -310,8 +310,9 @@ def _expect_same_model(world: World, folder: Path, parts: list[Part], extra: Ite
 def _described(manifest: Manifest) -> dict[str, Any]:
     """The saved optimizer state, with tensors on the meta device."""
     held: dict[str, dict[str, Any]] = {}
-    for value_name, value in [(name.removeprefix(OPTIMIZER), torch.empty(saved.shape, dtype=saved.dtype, device="meta"))
-                         for name, saved in manifest.tensors.items() if name.startswith(OPTIMIZER)] + [*manifest.facts["values"].items()]:
+    tensors = [(name.removeprefix(OPTIMIZER), torch.empty(saved.shape, dtype=saved.dtype, device="meta"))
+               for name, saved in manifest.tensors.items() if name.startswith(OPTIMIZER)]
+    for value_name, value in [*tensors, *manifest.facts["values"].items()]:
         key, _, name = value_name.partition("/")
         held.setdefault(name, {})[unquote(key)] = value
     return {"state": held, "param_groups": manifest.facts["param_groups"]}
