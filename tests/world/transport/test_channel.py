@@ -1,6 +1,8 @@
 """Whom the error of a call that timed out names, by what the link says of the ranks."""
 
+import gc
 import multiprocessing
+import multiprocessing.util
 from types import SimpleNamespace
 
 import pytest
@@ -94,3 +96,14 @@ def test_a_child_of_multiprocessing_that_just_returns_has_left_and_is_not_lost()
     assert process.exitcode == 0 and ours.poll(0) and ours.recv() == "left"
     theirs.close()
     ours.close()
+
+
+def test_an_owner_that_is_collected_has_left_once_and_nothing_of_it_stays_until_the_end_of_the_process():
+    """multiprocessing kept an entry for each group that a process had ever made."""
+    known, told = len(multiprocessing.util._finalizer_registry), []
+    owner = Owner()
+    at_its_end(owner, lambda: told.append("left"))
+    assert len(multiprocessing.util._finalizer_registry) == known + 1 and not told
+    del owner
+    gc.collect()
+    assert len(multiprocessing.util._finalizer_registry) == known and told == ["left"]

@@ -197,7 +197,7 @@ class Channel:
 
 def at_its_end(owner: object, leave: Callable[[], object]) -> None:
     """Call `leave` when `owner` is collected or the process ends, be it a child of multiprocessing, which runs nothing of `atexit`."""
-    Finalize(None, weakref.finalize(owner, leave), exitpriority=0)
+    weakref.finalize(owner, Finalize(None, leave, exitpriority=0))   # which runs once, and leaves the list of multiprocessing then
 
 
 def table_of_calls(ranks: Sequence[int], calls: Sequence[Sequence[int] | None]) -> str:
