@@ -23,6 +23,7 @@ from rankloom.base.loss import take_auxiliary_loss
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.pieces import gpt_answer, gpt_pieces
+from rankloom.parallel.pipeline import messages
 from rankloom.parallel.pipeline.actions import needs, parse_schedule
 from rankloom.parallel.pipeline.check import peak_live
 from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
@@ -429,6 +430,25 @@ def test_a_long_step_holds_no_more_messages_than_a_short_one():
 
     for seen in rl.simulate(3, body):
         assert seen["sent"] <= 2 * 3 and seen["open"] == AHEAD
+
+
+def test_steps_that_all_bring_new_shapes_equal_one_process_and_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(messages, "KEPT", 4)
+    rows = range(1, 21)
+
+    def body(world):
+        stage, most = linear(4, 4), 0
+        pipeline = Pipeline({world.rank: stage}, world, make_schedule("1f1b", 2, 2), lambda y, _: (y.sum(), 1))
+        for some in zip(rows[::2], rows[1::2]):
+            pipeline.step([(torch.ones(n, 4, dtype=torch.float64), None) for n in some])
+            most = max(most, len(pipeline._messages._numbers), len(pipeline._messages._known) // 2)   # one for each way
+        return most, {name: param.grad for name, param in stage.named_parameters()}
+
+    alone = nn.Sequential(linear(4, 4), linear(4, 4))
+    alone(torch.ones(sum(rows), 4, dtype=torch.float64)).sum().backward()
+    for stage, (most, grads) in zip(alone, rl.simulate(2, body)):
+        assert most <= 4 + 2
+        expect_close(grads, {name: param.grad for name, param in stage.named_parameters()}, RTOL)
 
 
 def test_loss_without_gradients_is_the_same_for_any_number_of_micro_batches():

@@ -28,6 +28,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 HEADER = 64      # numbers of a header
 TENSORS = 15     # of a message, at most
 AHEAD = 2        # receives that are posted before they are needed
+KEPT = 10_000    # kinds of shapes that are known at a time, of some kilobytes each: a long run may bring new ones in every step
 
 
 class Shape(NamedTuple):
@@ -61,6 +62,9 @@ class Messages:
 
     def begin(self, actions: Sequence[Action], kinds: Sequence[Hashable]) -> None:
         """Begin a step of these actions. kinds: for each micro-batch a key that determines all shapes; the same on every rank"""
+        if len(self._numbers) > KEPT:   # on all ranks in the same step, as all have had the same kinds
+            self._numbers.clear()
+            self._known.clear()
         self._kinds = [self._numbers.setdefault(kind, len(self._numbers)) for kind in kinds]
         self._told.clear()
         self._open.clear()
