@@ -1,9 +1,11 @@
 """Bills add, and the backend's bills are those of the textbook."""
 
+from functools import partial
+
 import pytest
 
 import rankloom as rl
-from rankloom.base.cost import Path, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
+from rankloom.base.cost import KEPT, Path, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
 
 
 def test_bills_add_field_by_field_and_multiply():
@@ -35,6 +37,14 @@ def test_an_all_reduce_costs_a_reduce_scatter_and_an_all_gather(p):
 
 def test_one_rank_pays_nothing():
     assert all_reduce_bill(80, 1) == scatter_bill(80, 1) == all_gather_bill(80, 1) == broadcast_bill(80, 1, is_root=True) == rl.Bill()
+
+
+@pytest.mark.parametrize("bill", [all_reduce_bill, scatter_bill, all_gather_bill, partial(broadcast_bill, is_root=True)])
+def test_a_run_with_a_new_size_in_every_step_does_not_pile_up_bills(bill):
+    kept = getattr(bill, "func", bill)
+    for nbytes in range(2 * KEPT):
+        bill(nbytes, 2)
+    assert kept.cache_info().currsize <= KEPT
 
 
 def test_only_the_root_of_a_broadcast_pays():

@@ -5,7 +5,9 @@ Each algorithm in `comm/` has a bill and a path beside its code. The functions h
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
+
+KEPT = 4096   # bills of each kind: every call asks for one, and a run may have a new size in every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +56,25 @@ class Path:
         return Path(self.steps + other.steps, self.bytes + other.bytes, self.added + other.added)
 
 
-@cache
+@lru_cache(KEPT)
 def all_reduce_bill(nbytes: int, ranks: int) -> Bill:
     """Reduce-scatter, then all-gather: 2n(p-1)/p bytes, nearly independent of p."""
     return Bill(sent=2 * nbytes * (ranks - 1) // ranks, messages=2 * (ranks - 1))
 
 
-@cache
+@lru_cache(KEPT)
 def scatter_bill(nbytes: int, ranks: int) -> Bill:
     """Reduce-scatter or all-to-all of n bytes per rank: every rank sends all chunks but its own."""
     return Bill(sent=nbytes * (ranks - 1) // ranks, messages=ranks - 1)
 
 
-@cache
+@lru_cache(KEPT)
 def all_gather_bill(nbytes: int, ranks: int) -> Bill:
     """All-gather of n bytes from each rank: around a ring, every rank passes on p-1 pieces."""
     return Bill(sent=nbytes * (ranks - 1), messages=ranks - 1)
 
 
-@cache
+@lru_cache(KEPT)
 def broadcast_bill(nbytes: int, ranks: int, is_root: bool) -> Bill:
     """Broadcast of n bytes, all p-1 copies charged to the root, although a tree spreads them over ranks."""
     return Bill(sent=nbytes * (ranks - 1), messages=ranks - 1) if is_root else Bill()
