@@ -67,6 +67,16 @@ def test_a_call_that_some_ranks_label_otherwise_is_the_same_call():
     assert rl.simulate(2, lambda w: w.all_reduce(ones(1), label=f"of {w.rank}").item(), backend="gloo") == [2.0, 2.0]
 
 
+def test_messages_of_which_both_ends_have_come_are_forgotten_whatever_their_tags():
+    def body(world):
+        for step in range(5):
+            world.send(ones(4), 1, tag=step) if world.rank == 0 else world.recv(ones(4), 0, tag=step)
+        world.barrier()
+        return len(world._inspector._referee.messages)
+
+    assert rl.simulate(2, body, backend="gloo") == [0, 0]
+
+
 @pytest.mark.parametrize("returns_first", [True, False])
 def test_a_rank_may_return_before_a_message_that_another_expects_but_does_not_wait_for(returns_first):
     """Such as a word to stop, for which a rank listens all the time."""

@@ -68,6 +68,8 @@ class Seat:
             if theirs:
                 theirs.missing.clear()
                 mine.missing.clear()
+                if not waiting:   # a tag may be that of a step, and never come again
+                    del at.messages[way]
             else:
                 waiting.append(mine)
         if theirs and not mine.call.fits(theirs.call):
