@@ -418,6 +418,22 @@ def test_calls_of_a_group_are_made_in_their_order_whether_they_are_asynchronous_
 
 
 @both_backends
+@pytest.mark.parametrize("ask", [lambda world: world.buffer(4), lambda world: world.common_buffer(4)[0]], ids=["buffer", "common"])
+def test_a_buffer_may_be_asked_for_while_asynchronous_calls_wait_to_be_compared(backend, ask):
+    """Over shared memory ranks meet to make it: they met those that were still at the calls before."""
+    def body(world):
+        found = []
+        for n in range(10):
+            handles = [world.all_reduce(torch.full((n + k + 1,), 1.0), async_op=True) for k in range(3)]
+            buffer = ask(world)
+            found += [handle.wait().sum().item() for handle in handles] + [len(buffer)]
+        return found
+
+    expected = [x for n in range(10) for x in (2.0 * (n + 1), 2.0 * (n + 2), 2.0 * (n + 3), 4)]
+    assert rl.simulate(2, body, backend=backend, timeout=AT_ONCE) == [expected] * 2
+
+
+@both_backends
 def test_an_asynchronous_mismatch_is_raised_by_the_wait_on_every_rank_and_nothing_has_moved(backend):
     def body(world):
         handle = world.all_reduce(x := torch.full((3,), float(world.rank)), label=f"of {world.rank}", async_op=True)

@@ -97,9 +97,13 @@ class Inspector:
         compare = partial(self.check, mine)
         if async_op:
             return self._queue.behind(compare, start)
-        self._queue.drain()
+        self.drain()
         compare()
         return start
+
+    def drain(self) -> None:
+        """Wait until all asynchronous calls before have been compared and begun."""
+        self._queue.drain()
 
     def announce(self, op: str, x: Tensor, peer: int, tag: int) -> list[Announced]:
         """The same for a message, at both of its ends (debug_messages.py). Returns what a receiver has to wait for, too."""

@@ -8,7 +8,6 @@ A group of one rank has no connection: every collective is the identity. `world/
 """
 
 from collections.abc import Callable, Sequence
-from operator import index
 from typing import Any
 
 import torch
@@ -185,14 +184,15 @@ class Group:
 
         Returns the rows that all ranks sent to this one, in rank order: [sum(recv_rows), ...]. By default shares are equal.
         """
-        send_rows, recv_rows = (None if share is None else self._row_counts(share, label) for share in (send_rows, recv_rows))
-        splits, is_even = [recv_rows or [], send_rows or []], send_rows is None and recv_rows is None   # empty: equal shares
+        is_even = send_rows is None and recv_rows is None
         if is_even and self._at_once and not async_op and (mine := self._at_once.all_to_all(x, out, label)) is not None:
             return mine
-        expect_operand(x, self.device, self.where(label or "all_to_all"), alone=self.size == 1)
+        where = self.where(label or "all_to_all")
+        expect_operand(x, self.device, where, alone=self.size == 1)
         if is_even:
             send_rows = recv_rows = [self._equal_rows(x, "all_to_all")] * self.size
-        send_rows, recv_rows = dealt_rows(x, send_rows, recv_rows, self.rank, self.size, self.where(label or "all_to_all"))
+        send_rows, recv_rows = dealt_rows(x, send_rows, recv_rows, self.rank, self.size, where)
+        splits: list[Sequence[int]] = [[], []] if is_even else [recv_rows, send_rows]   # empty: equal shares
         mine = self._output(out, x, (sum(recv_rows), *x.shape[1:]), label or "all_to_all")
         bill = Bill((x.shape[0] - send_rows[self.rank]) * (x.nbytes // max(x.shape[0], 1)), self.size - 1)
         options = c10d.AllToAllOptions()
@@ -216,6 +216,7 @@ class Group:
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if min(sizes, default=0) < 0:
             raise ShapeMismatch(f"{self.where('buffer')}: there is no tensor of shape {sizes}")
+        self._await_turn()
         if isinstance(self._process_group, DeviceRouter):
             return self._process_group.buffer(sizes, dtype, self.device)
         return shared.buffer(sizes, dtype) if (shared := self._shared) else torch.zeros(sizes, dtype=dtype, device=self.device)
@@ -229,6 +230,7 @@ class Group:
         """
         if n % self.size:
             raise ShapeMismatch(f"{self.where('common_buffer')}: {n} elements cannot be cut in {self.size} equal slices; pad them")
+        self._await_turn()
         common = shared.common_buffer(n, dtype) if (shared := self._shared) else None
         return (torch.zeros(n, dtype=dtype, device=self.device), False) if common is None else (common, True)
 
@@ -344,6 +346,11 @@ class Group:
         debug = self._inspector
         return debug.announce(op, x, peer, 0 if ignores_tags(self._connected(op), x.device, peer) else tag) if debug else ()
 
+    def _await_turn(self) -> None:
+        """For a collective that is not compared. In debug mode a thread begins the asynchronous ones: wait for those before to begin."""
+        if isinstance(self._inspector, Inspector):
+            self._inspector.drain()
+
     def _started(self, label: str, start: Callable) -> list[Any]:
         with self.translated_errors(label):
             works = start(self._connected(label))
@@ -387,13 +394,6 @@ class Group:
             raise ShapeMismatch(f"{self.where(op)}: a tensor of shape {tuple(x.shape)} cannot be cut in {self.size} "
                                 "equal slices along dim 0; pad it")
         return x.shape[0] // self.size
-
-    def _row_counts(self, share: Sequence[int], label: str) -> list[int]:
-        try:
-            return [*map(index, share)]   # may be numpy's
-        except TypeError as error:
-            raise ShapeMismatch(f"{self.where(label or 'all_to_all')}: {share!r} are no numbers of rows; expected a whole number for each "
-                                f"of {self.size} ranks") from error
 
     def where(self, label: str) -> str:
         """The beginning of error messages: this rank, a label and the group."""

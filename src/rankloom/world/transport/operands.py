@@ -261,12 +261,19 @@ def _why_meaningless(dtype: torch.dtype, op: Any) -> str | None:
 def dealt_rows(x: Tensor, send_rows: Sequence[int] | None, recv_rows: Sequence[int] | None, rank: int, size: int,
                where: str) -> tuple[Sequence[int], Sequence[int]]:
     """How many rows an all-to-all of `x` sends to each rank and receives from it. raises: ShapeMismatch where that cannot be"""
-    there = sum(x.shape[:1])
-    if send_rows is None or recv_rows is None or not len(send_rows) == len(recv_rows) == size or x.dim() == 0 \
-            or sum(send_rows) != there or min(*send_rows, *recv_rows) < 0 or send_rows[rank] != recv_rows[rank]:
-        raise ShapeMismatch(f"{where}: {there} rows cannot be dealt as send_rows={send_rows}, recv_rows={recv_rows}; give both, one number "
+    there, (sends, expects) = sum(x.shape[:1]), (_row_counts(rows, size, where) for rows in (send_rows, recv_rows))
+    if sends is None or expects is None or not len(sends) == len(expects) == size or x.dim() == 0 \
+            or sum(sends) != there or min(*sends, *expects) < 0 or sends[rank] != expects[rank]:
+        raise ShapeMismatch(f"{where}: {there} rows cannot be dealt as send_rows={sends}, recv_rows={expects}; give both, one number "
                             f"for each of {size} ranks")
-    return send_rows, recv_rows
+    return sends, expects
+
+
+def _row_counts(rows: Sequence[int] | None, size: int, where: str) -> list[int] | None:
+    try:
+        return None if rows is None else [*map(index, rows)]   # they may be numpy's
+    except TypeError as error:
+        raise ShapeMismatch(f"{where}: {rows!r} are no numbers of rows; expected a whole number for each of {size} ranks") from error
 
 
 def lengths_table(in_at: Sequence[int], in_lengths: Sequence[int], out_at: Sequence[int], out_lengths: Sequence[int]) -> bytes:
