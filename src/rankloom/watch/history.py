@@ -1,6 +1,7 @@
 """Read the history of a run from its folder: `metrics.jsonl` and `summary.json`."""
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -12,10 +13,12 @@ from numpy.typing import NDArray
 from rankloom.base.errors import DataError
 from rankloom.base.files import json_object
 
+USED = ("step", "loss", "count", "seconds", "exposed")   # of an event; its others may be thousands of numbers, such as the loads of experts
+
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The steps and evaluations of a run, oldest first, each as the fields of its event."""
+    """The steps and evaluations of a run, oldest first, each as those fields of its event that are USED."""
 
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -23,21 +26,28 @@ class History:
 
 
 def read_history(run: Path) -> History:
-    """Read a run folder. Leaves out a last line that is incomplete because the run was killed.
+    """Read a run folder, line by line: its metrics may be larger than memory. Leaves out a last line that is incomplete because the run
+    was killed.
 
     raises: DataError when there is no run, or when a line in the middle is damaged
     """
     path = run / "metrics.jsonl"
+    found: dict[str, list[dict[str, Any]]] = {"StepDone": [], "Evaluated": []}
     try:
-        lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as lines:
+            for kind, event in _events(path, lines):
+                found[kind].append(event)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); is {run} a run folder?") from None
-    events = [_event(path, number, line) for number, line in enumerate(lines[:-1], 1)]
-    return History(
-        [event for event in events if event.get("event") == "StepDone"],
-        [event for event in events if event.get("event") == "Evaluated"],
-        json_object(run / "summary.json"),   # empty if the run did not finish
-    )
+    return History(found["StepDone"], found["Evaluated"], json_object(run / "summary.json"))   # empty if the run did not finish
+
+
+def _events(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The kind and the USED fields of each step and evaluation."""
+    for number, line in enumerate(lines, 1):
+        event = _event(path, number, line) if line.endswith(b"\n") else {}
+        if (kind := event.get("event")) in ("StepDone", "Evaluated"):
+            yield kind, {key: event[key] for key in USED if key in event}
 
 
 def _event(path: Path, number: int, line: bytes) -> dict[str, Any]:
