@@ -3,6 +3,7 @@
 import errno
 import json
 import signal
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,19 @@ def test_the_box_tells_all_and_is_a_box():
     assert "loss.py:7 in loss" in text and "return 1 / 0" in text and log in text
     assert "also failed  rank 2: KeyError: it broke" in text
     assert "stopped      because of it: ranks 0, 3" in text, "rank 4 was done before"
+
+
+def test_of_a_long_log_only_the_end_is_read_for_the_last_words_of_a_rank(tmp_path):
+    log = tmp_path / "rank-1.stderr.log"
+    log.write_bytes(b"a step has ended\n" * 500_000 + b"\xff the disk is gone\n")
+    tracemalloc.start()
+    try:
+        text = render([ending := Ending(1, 3, 1.0, log=str(log))], ending, width=80)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert text.count("a step has ended") == 5 and "the disk is gone" in text
+    assert peak < log.stat().st_size / 2
 
 
 def test_an_error_without_a_text_is_named_without_a_colon():

@@ -8,12 +8,12 @@ they share the monotonic clock. Read world/agent.py for who calls this, and when
 
 import io
 import itertools
+import os
 import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -27,6 +27,7 @@ from rankloom.base.text import printable
 from rankloom.world.failure import Failure, shorter_path, signal_name
 
 CLEAN_CODES = {0, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}   # success, or ended on request as train/run/stop.py does
+END = 1 << 14    # bytes of a log that are read for its last words: in a long run it may grow to gigabytes
 MAX_LINES = 20   # of a message in the box; the log has all lines
 
 
@@ -139,8 +140,9 @@ def _signal_text(number: int) -> str:
 
 def _last_words(log: str) -> str:
     """The end of a log, for a rank that did not report why it failed."""
-    with suppress(OSError):
-        lines = Path(log).read_text(errors="replace").strip().splitlines()[-6:]
+    with suppress(OSError), open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - END))
+        lines = file.read().decode(errors="replace").strip().splitlines()[-6:]
         return "".join(f"\n    {line}" for line in lines)
     return ""
 
