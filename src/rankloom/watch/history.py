@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rankloom.base.errors import DataError
 from rankloom.base.files import json_object
 
+KINDS = ("StepDone", "Evaluated")   # the events of a history
 USED = ("step", "loss", "count", "seconds", "exposed")   # of an event; its others may be thousands of numbers, such as the loads of experts
 
 
@@ -32,7 +33,7 @@ def read_history(run: Path) -> History:
     raises: DataError when there is no run, or when a line in the middle is damaged
     """
     path = run / "metrics.jsonl"
-    found: dict[str, list[dict[str, Any]]] = {"StepDone": [], "Evaluated": []}
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     try:
         with path.open("rb") as lines:
             for kind, event in _events(path, lines):
@@ -46,7 +47,7 @@ def _events(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str,
     """The kind and the USED fields of each step and evaluation."""
     for number, line in enumerate(lines, 1):
         event = _event(path, number, line) if line.endswith(b"\n") else {}
-        if (kind := event.get("event")) in ("StepDone", "Evaluated"):
+        if (kind := event.get("event")) in KINDS:
             yield kind, {key: event[key] for key in USED if key in event}
 
 
@@ -57,7 +58,7 @@ def _event(path: Path, number: int, line: bytes) -> dict[str, Any]:
         event = None
     if not isinstance(event, dict):
         raise DataError(f"{path}:{number}: not a JSON object; the file is damaged")
-    if event.get("event") in ("StepDone", "Evaluated") and not {"step", "loss"} <= event.keys():
+    if event.get("event") in KINDS and not {"step", "loss"} <= event.keys():
         raise DataError(f"{path}:{number}: lacks the step or its loss; the file is damaged")
     return event
 

@@ -105,7 +105,7 @@ class _Look:
 
     def __init__(self, whole: nn.Module, cut: nn.Module, group: Group, name: str, between: Layout):
         self.whole, self.cut, self.group, self.name, self.between = whole, cut, group, name, between
-        self.tries, self.trains = TRIES, False
+        self.tries = TRIES
         for block in (whole, cut):
             block.eval()
             block._forward_pre_hooks.clear()   # what these change is changed already, or behind the block
@@ -129,9 +129,9 @@ class _Look:
         has_first = any(isinstance(x, Tensor) for x in args[:1] or kwargs.values())
         if torch.compiler.is_compiling() or not has_first or any(x.is_meta for x in (*tensors_in((args, kwargs)), *block.buffers())):
             return
-        self.trains = torch.is_grad_enabled()
+        trains = torch.is_grad_enabled()
         with torch.no_grad(), _disable_current_modes(), unwatched(), self.group.ledger.aside():
-            difference = self._difference(block, args, kwargs)
+            difference = self._difference(block, args, kwargs, trains)
             self.tries -= 1
             if difference is None and self.tries > 0:
                 return
@@ -140,7 +140,7 @@ class _Look:
             self.group.agree(difference and f"{self.group.where('tensor_parallel')}: {self.name or 'the model'}, a {type(block).__name__}, "
                              f"is another function when it is cut over ranks: {difference}", label="same function")
 
-    def _difference(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def _difference(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> str | None:
         """What differs, "" if nothing does; None if that could not be found out: the copies could not be called so, ranks got others'
         arguments, or the whole copy sent something, as a block does that moves its activations itself: it knows nothing of being whole."""
         values = _values(self.whole, next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), next(block.parameters())))
@@ -175,13 +175,15 @@ class _Look:
             if not isinstance(again, Exception) and any(map(differs, again[""], whole[""])):
                 return ""   # it is chaotic: moving each weight by one rounding changes the whole block as much
         first = f", the first behind {wrong[0]}" if wrong and wrong[0] else ""
-        return f"it returns other values{first}. {ACROSS}" if "" in wrong else self._own_terms(whole, cut) if self.trains else ""
+        return f"it returns other values{first}. {ACROSS}" if "" in wrong else self._own_terms(whole, cut) if trains else ""
 
     def _own_terms(self, whole: Returned, cut: Returned) -> str:
         """Of which parameter each rank would have one term of the gradient, which nothing sums, or "": that of a module whose parameters
         every rank has, and that returns a part of what the whole copy's does. One that has a group may sum it itself."""
         held = holdings(self.cut)
-        for name in (name for name in whole if name in cut and any(map(_is_a_part, cut[name][:1], whole[name]))):
+        for name in whole:
+            if name not in cut or not any(map(_is_a_part, cut[name][:1], whole[name])):
+                continue
             module = self.cut.get_submodule(name)
             inside = {place: held[place] for place, param in module.named_parameters(prefix=name) if param.requires_grad}
             trained = [place for place, holding in inside.items() if not holding.grad_partial]

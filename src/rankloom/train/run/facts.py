@@ -84,15 +84,10 @@ def _is_tokenizer(file: Path, sha256: str) -> bool:
         return False
 
 
-def changes_of_run(saved: Mapping[str, Any], config: Config) -> str:
-    """The other settings that differ from those in `saved`, in words; empty if there are none."""
+def changes_of_run(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
+    """The other settings that differ from those in `saved`: their old and new values in words, by name."""
     found = _differences(told_settings(config), saved.get("settings", {}))
-    return ", ".join(f"{key} {_word(before)} -> {_word(now)}" for key, now, before in found)
-
-
-def changed_settings(saved: Mapping[str, Any], config: Config) -> set[str]:
-    """The names of the other settings that differ from those in `saved`."""
-    return {key for key, *_ in _differences(told_settings(config), saved.get("settings", {}))}
+    return {key: f"{_word(before)} -> {_word(now)}" for key, now, before in found}
 
 
 def _differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -21,7 +21,7 @@ from rankloom.base.files import expanded, json_object
 from rankloom.checkpoint.files import MANIFEST, read_manifest, removing
 from rankloom.train.checkpoint import save_checkpoint
 from rankloom.train.engine import Engine
-from rankloom.train.run.facts import changed_settings, changes_of_run, facts_of_run, misfit_of_run
+from rankloom.train.run.facts import changes_of_run, facts_of_run, misfit_of_run
 from rankloom.train.run.job import Job
 from rankloom.train.run.optim import schedule
 from rankloom.train.run.schema import Config
@@ -176,8 +176,8 @@ def _find(job: Job, place: Path) -> tuple[Path, Mapping[str, Any]]:
 def _say_changes(job: Job, engine: Engine, saved: Mapping[str, Any]) -> None:
     """Report what differs from the run that wrote the checkpoint."""
     if changes := changes_of_run(saved, job.config):
-        job.say(f"unlike the run of that checkpoint: {changes}")
-    if ORDERING & changed_settings(saved, job.config):
+        job.say("unlike the run of that checkpoint: " + ", ".join(f"{key} {change}" for key, change in changes.items()))
+    if ORDERING & changes.keys():
         job.say(f"step {engine.steps_done + 1} takes the samples that it would take if all steps before had had these settings: in this "
                 "epoch, some that were trained on may come again, and others be left out")
     rate, last = schedule(job.config), float(engine.optimizer.param_groups[0]["lr"])
