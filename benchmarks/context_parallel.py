@@ -20,7 +20,8 @@ import rankloom as rl
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
-from rankloom.parallel.context import KINDS, context_parallel
+from rankloom.parallel.context.apply import context_parallel
+from rankloom.parallel.context.rows import KINDS
 
 SHORT = 64
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
-from rankloom.parallel.sequences import Spans, cut_sequence, tiles
+from rankloom.parallel.context.sequences import Spans, cut_sequence, tiles
 
 COLOURS, HATCHES = ("#0072B2", "#B87700", "#00805C", "#B04C86"), ("", "////", "----", "\\\\\\\\")   # told apart without colours too
 LENGTH, RANKS, INK = 32, 4, "#22303C"

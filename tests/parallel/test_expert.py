@@ -18,7 +18,7 @@ from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.moe import MoE
 from rankloom.parallel.all_to_all import deal_rows, deal_rows_bill
-from rankloom.parallel.context import context_parallel
+from rankloom.parallel.context.apply import context_parallel
 from rankloom.parallel.expert import Load, expert_layers, expert_parallel, gradient_axes, rebalance
 
 RTOL = 1e-12   # fp64: the same terms in another order

@@ -16,7 +16,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
-from rankloom.parallel.sequences import cut_sequence
+from rankloom.parallel.context.sequences import cut_sequence
 from rankloom.parallel.tensor.between import Between
 from rankloom.train import dropout
 from rankloom.train.dropout import DropoutKey, KeyedDropout, key_dropout, keyed_mask

@@ -14,7 +14,7 @@ from rankloom.base.documents import document_cuts
 
 
 class SequencePart(Protocol):
-    """The part of each sequence that is on this rank. Context parallel (parallel/context.py) passes its own to the model."""
+    """The part of each sequence that is on this rank. Context parallel (parallel/context) passes its own to the model."""
 
     @property
     def positions(self) -> Tensor | None:
@@ -80,7 +80,7 @@ class Packed(WholeSequence):
     """Whole sequences, each of several documents end to end. Attention stays inside a document.
 
     documents: see `document_cuts`
-    memory:    a mask [B, T, T]; ranks that share sequences need none (parallel/context.py)
+    memory:    a mask [B, T, T]; ranks that share sequences need none (parallel/context)
     """
 
     def __init__(self, documents: Tensor | Sequence[Sequence[int]], tokens: Tensor):

@@ -17,7 +17,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_callable, expect_type
 from rankloom.base.hooks import hooks_of
 from rankloom.parallel.axes import axes_of
-from rankloom.parallel.context import RING, expect_kind
+from rankloom.parallel.context.rows import RING, expect_kind
 from rankloom.parallel.equal_start import expect_fresh, expect_same_values, expect_same_values_in
 from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.tensor.apply import expect_pieces, expect_plan

@@ -22,8 +22,8 @@ from rankloom.base.counter_rng import GOLDEN_32, coins, line_keys
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.hooks import hooks_of
 from rankloom.base.rng import key_to_seed
-from rankloom.parallel.context import KEYED_DROPOUT
-from rankloom.parallel.sequences import Spans, take_run
+from rankloom.parallel.context.apply import KEYED_DROPOUT
+from rankloom.parallel.context.sequences import Spans, take_run
 from rankloom.parallel.tensor.between import Between
 from rankloom.train.batches import rows_if_any
 from rankloom.world.group import Group

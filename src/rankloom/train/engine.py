@@ -32,10 +32,10 @@ from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.base.shares import share
 from rankloom.parallel.buffers import BufferKeeper
-from rankloom.parallel.context import called_apart
+from rankloom.parallel.context.apply import called_apart
+from rankloom.parallel.context.tokens_apart import Apart
 from rankloom.parallel.equal_start import expect_same_values
 from rankloom.parallel.known_parameters import KnownParameters
-from rankloom.parallel.tokens_apart import Apart
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
 from rankloom.train.batches import cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches, step_with
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint

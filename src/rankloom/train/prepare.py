@@ -24,7 +24,7 @@ from rankloom.base.modes import with_memory
 from rankloom.base.tensors import keep_until_read
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
-from rankloom.parallel.context import RING
+from rankloom.parallel.context.rows import RING
 from rankloom.parallel.equal_start import expect_same_tensors, expect_same_values, make_replicas_equal
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.initial_values import FirstValues, InitialValues, put_stand_ins
@@ -106,7 +106,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     tensor_plan:     axis tensor: pattern of module names -> a style of parallel/tensor/styles.py. Left out, the model's own tp_plan
     tensor_overlap:  axis tensor: in how many pieces a product of row-cut weights is computed, each sent while the next is multiplied. With
                      more than one, weight gradients are also computed while input gradients are summed (parallel/tensor/overlap.py)
-    context:         axis context: "ring" or "all_to_all" (parallel/context.py)
+    context:         axis context: "ring" or "all_to_all" (parallel/context)
     pipe:            axis pipe: the name of a schedule, or a `Pipe` that says where to cut, or measures it. Its micro-batches are the
                      `accumulate` ones
     recompute:       what blocks recompute in backward instead of keeping it: "none", "selective", "full"; or the most bytes that

@@ -2,7 +2,7 @@
 
     tensor     layers are cut by a plan of name patterns       parallel/tensor/
     expert     each rank keeps some of the experts             parallel/expert.py
-    context    each rank computes its tokens of every row      parallel/context.py
+    context    each rank computes its tokens of every row      parallel/context
 
 Rows are dealt over replicate, shard and expert. Losses add up over these and context. Ranks along tensor compute the same loss.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from rankloom.parallel.context import KEYED_DROPOUT, TellPositions, context_parallel, expect_no_dropout
+from rankloom.parallel.context.apply import KEYED_DROPOUT, TellPositions, context_parallel, expect_no_dropout
 from rankloom.parallel.expert import expert_parallel
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.tensor.apply import tensor_parallel

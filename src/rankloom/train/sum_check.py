@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import LossError
 from rankloom.base.modes import evaluating, runs_together
-from rankloom.parallel.tokens_apart import ALL, EVEN, ODD, Apart
+from rankloom.parallel.context.tokens_apart import ALL, EVEN, ODD, Apart
 from rankloom.train.batches import expect_rows, rows_if_any, rows_of, with_halves
 from rankloom.train.blocks.compiled import is_compiled
 from rankloom.train.put_back import state_put_back

@@ -17,7 +17,8 @@ from rankloom.models.config import MoEConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.models.pieces import gpt_pieces
 from rankloom.models.sequence_part import WHOLE
-from rankloom.parallel.context import KINDS, own_tokens
+from rankloom.parallel.context.apply import own_tokens
+from rankloom.parallel.context.rows import KINDS
 from rankloom.parallel.pipeline.cut import balance, multiplied_parameters, sequential_pieces
 from rankloom.train.batches import map_tensors
 from token_rows import token_batches

@@ -105,7 +105,7 @@ def test_paper_says_which_tokens_a_real_rank_computes(mesh):
         engine = build_engine(config, config.gpt(VOCAB), world)
         for name, module in engine.placement.model.named_modules():
             if name == "embedding" and world.mesh.coords(world.rank)["pipe"] == 0:
-                # a look at a few tokens comes first, without gradients (parallel/tokens_apart.py)
+                # a look at a few tokens comes first, without gradients (parallel/context/tokens_apart.py)
                 module.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].tolist()) if torch.is_grad_enabled() else None)
         engine.step((rows.tensor_split(engine.group.size)[0], rows.tensor_split(engine.group.size)[0]))
         return seen

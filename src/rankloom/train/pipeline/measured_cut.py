@@ -11,7 +11,7 @@ from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.modes import evaluating
-from rankloom.parallel.context import RING
+from rankloom.parallel.context.rows import RING
 from rankloom.parallel.pipeline.build import sizes_by_measure
 from rankloom.parallel.pipeline.measure import measure_pieces
 from rankloom.parallel.pipeline.search import stages_a_rank

@@ -13,8 +13,8 @@ import torch
 from rankloom.base.documents import document_cuts
 from rankloom.base.scoped import temporarily
 from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
-from rankloom.parallel.context import Context
-from rankloom.parallel.tokens_apart import Apart
+from rankloom.parallel.context.part import Context
+from rankloom.parallel.context.tokens_apart import Apart
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.precision import cast_floats_in
 from rankloom.world.group import Group
@@ -70,7 +70,7 @@ class RunningMicrobatch:
         return tuple(given) if self.packs and isinstance(given, tuple | list) else (given, None)   # type: ignore[return-value]
 
     def tokens_apart(self, apart: Apart) -> AbstractContextManager[None]:
-        """A context in which micro-batches are some of their tokens, each left to itself; see `called_apart` in parallel/context.py."""
+        """A context in which micro-batches are some of their tokens, each left to itself: `called_apart` in parallel/context/apply.py."""
         return temporarily(self, _apart=apart)
 
     def select_microbatch(self, microbatch: int) -> None:

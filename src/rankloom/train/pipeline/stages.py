@@ -23,6 +23,7 @@ from rankloom.base.modes import evaluating
 from rankloom.base.tensors import as_bytes, digest
 from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
+from rankloom.parallel.context.tokens_apart import Apart
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.pipeline.cut import Piece, Stage, expect_pieces, in_runs
@@ -32,7 +33,6 @@ from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
 from rankloom.parallel.pipeline.tied import sum_tied
 from rankloom.parallel.sharding import Sharding
 from rankloom.parallel.state_dict import changed_parameter
-from rankloom.parallel.tokens_apart import Apart
 from rankloom.parallel.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import OwnedRun

@@ -17,7 +17,7 @@ from rankloom.base.layout import Span
 from rankloom.base.ranks import ParameterPart, RankPart
 from rankloom.base.shares import share
 from rankloom.models.config import GPTConfig
-from rankloom.parallel.context import Context
+from rankloom.parallel.context.part import Context
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.state_dict import owned_pieces
 from rankloom.shard.optimizer import OwnedRun

@@ -17,19 +17,14 @@ from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.pieces import gpt_pieces
-from rankloom.parallel import context as context_file
-from rankloom.parallel import tiles
-from rankloom.parallel.context import (
-    KINDS,
-    Context,
-    all_to_all_attention_bill,
-    context_parallel,
-    deal_heads,
-    own_tokens,
-    ring_attention_backward_bill,
-    ring_attention_bill,
-)
-from rankloom.parallel.sequences import cut_sequence
+from rankloom.parallel.context import ring_attention as ring_attention_file
+from rankloom.parallel.context import tiles
+from rankloom.parallel.context.all_to_all_attention import all_to_all_attention_bill, deal_heads
+from rankloom.parallel.context.apply import context_parallel, own_tokens
+from rankloom.parallel.context.part import Context
+from rankloom.parallel.context.ring_attention import ring_attention_backward_bill, ring_attention_bill
+from rankloom.parallel.context.rows import KINDS
+from rankloom.parallel.context.sequences import cut_sequence
 from rankloom.world.group import Group
 
 RTOL = 1e-12   # fp64: the same terms in another order
@@ -118,9 +113,9 @@ def test_gathered_shares_are_the_whole_rows_again(ranks, kind):
 
 
 def test_the_next_keys_are_on_their_way_while_a_rank_computes(monkeypatch):
-    notes, forward = {}, context_file.tile_forward
+    notes, forward = {}, ring_attention_file.tile_forward
     note = lambda word: notes.setdefault(threading.current_thread().name, []).append(word)
-    monkeypatch.setattr(context_file, "tile_forward", lambda *args: note("computes") or forward(*args))
+    monkeypatch.setattr(ring_attention_file, "tile_forward", lambda *args: note("computes") or forward(*args))
 
     def body(world):
         world.exchange = noting(world.exchange, note)
@@ -165,7 +160,7 @@ def test_on_either_backend_16_bit_attention_is_off_by_its_roundings_only(backend
 
 def test_gradients_of_many_tiles_are_added_up_in_32_bits(monkeypatch):
     of_tiles = {0: 1.0}   # the first tile's; the others' are too small to change 1.0 in bf16, but not all three together
-    monkeypatch.setattr(context_file, "tile_backward", lambda grad, saved, causal: [
+    monkeypatch.setattr(ring_attention_file, "tile_backward", lambda grad, saved, causal: [
         torch.full_like(x, of_tiles.pop(0, 2 ** -9)) for x in saved[:3]])
 
     def body(world):

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 import rankloom as rl
 from rankloom.models.sequence_part import WHOLE
-from rankloom.parallel.context import KINDS, context_parallel, own_tokens
-from rankloom.parallel.tokens_apart import AT_MOST
+from rankloom.parallel.context.apply import context_parallel, own_tokens
+from rankloom.parallel.context.rows import KINDS
+from rankloom.parallel.context.tokens_apart import AT_MOST
 from seeded import seeded
 
 LENGTH = 70   # more than are looked at

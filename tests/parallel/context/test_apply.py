@@ -13,7 +13,8 @@ from rankloom.models.generate import generate
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.models.sequence_part import WHOLE
-from rankloom.parallel.context import KINDS, context_parallel, own_tokens
+from rankloom.parallel.context.apply import context_parallel, own_tokens
+from rankloom.parallel.context.rows import KINDS
 
 RTOL = 1e-12   # fp64: the same terms in another order
 RANKS = [1, 2, 3, 4]

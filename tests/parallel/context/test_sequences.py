@@ -7,7 +7,7 @@ import torch
 
 from rankloom.base.documents import document_cuts
 from rankloom.base.errors import DataError
-from rankloom.parallel.sequences import cut_sequence, merged, tiles
+from rankloom.parallel.context.sequences import cut_sequence, merged, tiles
 
 CASES = [(length, ranks) for ranks in (1, 2, 3, 4, 5, 8) for length in (1, 2, 5, 7, 8, 16, 33) if length >= ranks]
 

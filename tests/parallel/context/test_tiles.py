@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rankloom.base.errors import ShapeMismatch
-from rankloom.parallel import tiles
-from rankloom.parallel.tiles import merge, tile_backward, tile_forward
+from rankloom.parallel.context import tiles
+from rankloom.parallel.context.tiles import merge, tile_backward, tile_forward
 
 RTOL = 1e-12   # fp64: the same terms in another order
 
