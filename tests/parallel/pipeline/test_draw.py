@@ -60,6 +60,19 @@ def test_the_svg_has_a_cell_for_every_action_at_its_time():
         assert cell["fill"] == COLOURS[span.action.kind][0]
 
 
+def test_colour_alone_tells_kinds_apart_in_the_svg_only_where_cells_are_narrow():
+    def texts(microbatches):
+        root = ElementTree.fromstring(as_svg(drawn("zb-h1", 3, microbatches), "H1"))
+        cells = list(root.iter("{http://www.w3.org/2000/svg}g"))
+        named = [(cell.find("{*}title").text.split("@")[0], cell.find("{*}text")) for cell in cells]
+        return [(action, None if text is None else text.text) for action, text in named], [text.text for text in root.iter() if text.text]
+
+    wide, words = texts(4)
+    assert all(text == action for action, text in wide) and {"F", "I", "W"} <= set(words)   # these in the legend
+    assert {text in (action[1:], None) for action, text in texts(24)[0]} == {True}
+    assert {text for _, text in texts(60)[0]} == {None}
+
+
 @pytest.mark.parametrize("unit", [0.004, 1.0, 37.0])
 def test_the_svg_has_a_time_axis_whose_ticks_are_round_and_where_they_say(unit):
     timeline = drawn("1f1b", 3, 4, forward=unit, input=unit, weight=unit)

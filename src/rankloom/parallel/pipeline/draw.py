@@ -1,6 +1,7 @@
 """Draw a timeline: coloured rows for a terminal, an SVG for a page, a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-A row is a rank, and time goes to the right. A cell shows its micro-batch. Where a rank holds several stages, later ones are darker.
+A row is a rank, and time goes to the right. A cell shows its action, or its micro-batch where it is narrow. Where a rank
+holds several stages, later ones are darker.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ INKS = ("#000000", "#ffffff")
 LATER = "darker: later stages"
 WIDEST = 4                   # columns of the shortest action in a terminal
 ROW, LEFT, TOP, INCH = 26, 64, 34, 900   # of the SVG, in its units; INCH: the width of a step
+LETTER = 9                   # width of its letters and digits, on average
 TICKS = 12                   # of its time axis, at most
 TRACE_UNIT = 1000            # microseconds in a trace for one unit of cost
 
@@ -110,10 +112,10 @@ def as_svg(timeline: Timeline, title: str) -> str:
 def _svg_cell(timeline: Timeline, span: TimeSlot, top: float, scale: float) -> str:
     left, width = LEFT + span.start * scale, (span.end - span.start) * scale
     fill, ink = colour_of(timeline, span)
-    number = str(span.action.microbatch)
-    text = f'<text x="{left + width / 2:.2f}" y="{top + 16}" text-anchor="middle" fill="{ink}">{number}</text>'
+    name = _cell(span.action, int(width / LETTER), coloured=True).rstrip()
+    text = f'<text x="{left + width / 2:.2f}" y="{top + 16}" text-anchor="middle" fill="{ink}">{name}</text>'
     return (f'<g><title>{span.action}: {span.start:g} to {span.end:g}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" '
-            f'height="{ROW - 2}" fill="{fill}" stroke="#ffffff" stroke-width="0.8"/>{text if width > 8 * len(number) else ""}</g>')
+            f'height="{ROW - 2}" fill="{fill}" stroke="#ffffff" stroke-width="0.8"/>{text if name else ""}</g>')
 
 
 def _svg_time(timeline: Timeline, top: float, scale: float) -> Iterator[str]:
@@ -133,6 +135,7 @@ def _svg_legend(timeline: Timeline, top: float) -> Iterator[str]:
     kinds = {span.action.kind for span in timeline.spans}
     for kind in (kind for kind in COLOURS if kind in kinds):
         yield f'<rect x="{left}" y="{top}" width="14" height="14" fill="{COLOURS[kind][0]}"/>'
+        yield f'<text x="{left + 7}" y="{top + 12}" text-anchor="middle">{kind}</text>'
         yield f'<text x="{left + 20}" y="{top + 12}">{MEANING[kind]}</text>'
         left += 44 + 7 * len(MEANING[kind])
     if _has_later_stages(timeline):
