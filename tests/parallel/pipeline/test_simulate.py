@@ -51,14 +51,14 @@ def test_zero_bubble_h1_waits_a_third_as_long_as_1f1b_where_the_three_parts_take
 
 
 @pytest.mark.parametrize("name", ["zb-h2", "zb-v"])
-@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 12), (8, 24)])
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (2, 8), (4, 7), (4, 12), (8, 24)])
 def test_zero_bubble_has_none_where_the_three_parts_take_equally_long_and_no_rank_waits_for_the_next_step(name, p, m):
     timeline = bubble(name, p, m, chunks=1 + (name == "zb-v"))
     assert timeline.own_bubble == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.5, 0.0])
-@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 12), (8, 24)])
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (2, 8), (4, 7), (4, 12), (8, 24)])
 def test_dual_pipe_waits_half_as_long_as_zero_bubble_h1_where_forward_and_input_take_equally_long(p, m, weight):
     waits = bubble("dualpipe-v", p, m, 2, weight=weight).makespan - m * (2 + weight)
     assert waits == pytest.approx((p - 1) * (2 - weight) / 2)

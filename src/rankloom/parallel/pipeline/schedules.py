@@ -121,7 +121,7 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
     write.repeat(2 * (p - rank - 1), "F near")
     write.repeat(rank + 1, "F near", "F far")
     write.repeat(p - rank - 1, "I far", "W far", "F far")
-    write.repeat(max(microbatches, 2 * p) - 2 * p + rank + 1, "F near", "B far", "F far", "B near")
+    write.repeat(max(microbatches, 2 * p - 1) - 2 * p + rank + 1, "F near", "B far", "F far", "B near")
     write.repeat(p - rank - 1, "B far", "F far", "B near")
     whole, parts = ["B far", "B near"] * (rank + 1), ["I far", "I near"] * (rank + 1)
     late = parts[rank + 1:]     # their weight gradients fill later bubbles
