@@ -4,8 +4,10 @@ Why 1e-12: the same terms are added in another order only where gradients of a t
 is made from rows that are laid out differently; sums of fewer than 200 terms in fp64 (see test_equivalence.py).
 """
 
+import gc
 import random
 import time
+import weakref
 from functools import cache, partial
 from itertools import count
 
@@ -180,6 +182,39 @@ def test_a_tied_parameter_that_is_frozen_stays_without_a_gradient(name):
     batches = make_batches(2)
     results = rl.simulate(2, lambda w: run(w, frozen, awkward_loss, make_schedule(name, 2, 2), batches))
     expect_equal(results, one_process(frozen(), awkward_loss, batches))
+
+
+def test_of_a_tied_parameter_that_is_frozen_nothing_is_sent():
+    def sent(world, tied):
+        stage = nn.Linear(2, 2)
+        stage.weight.requires_grad_(False)
+        pipeline = Pipeline({world.rank: stage}, world, make_schedule("1f1b", 2, 1), lambda y, _: (y.sum(), 1), tied=tied)
+        before = world.ledger.messages
+        pipeline.step([(torch.ones(1, 2), None)])
+        return world.ledger.messages - before
+
+    assert rl.simulate(2, lambda w: sent(w, [((0, "weight"), (1, "weight"))])) == rl.simulate(2, lambda w: sent(w, []))
+
+
+def test_a_tied_parameter_that_a_step_does_not_use_keeps_the_gradient_of_the_step_before():
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.uses = nn.Parameter(torch.ones(2)), True
+
+        def forward(self, x):
+            return x * self.weight if self.uses else x
+
+    def body(world):
+        stage = Scales()
+        pipeline = Pipeline({world.rank: stage}, world, make_schedule("1f1b", 2, 1), lambda y, _: (y.sum(), 1),
+                            tied=[((0, "weight"), (1, "weight"))])
+        pipeline.step([(torch.ones(1, 2), None)])
+        stage.uses = False
+        pipeline.step([(torch.ones(2, 2), None)])   # other shapes: their gradients need not come back
+        return stage.weight.grad.tolist()
+
+    assert rl.simulate(2, body) == [[2.0, 2.0]] * 2
 
 
 def test_where_nothing_below_is_trained_no_gradient_travels():
@@ -790,3 +825,27 @@ class Wide(nn.Module):
 def test_what_cannot_travel_between_stages_is_refused(output, message):
     with pytest.raises(ConfigError, match=message):
         rl.simulate(2, lambda w: small(w, make_schedule("1f1b", 2, 2), module=Wide(output)))
+
+
+def test_activations_of_a_step_that_failed_do_not_outlive_the_next_call():
+    made = []
+
+    def notes(module, args, output):
+        made.append(weakref.ref(output.untyped_storage()))
+
+    def loss(output, fails):
+        if fails:
+            raise LossError("no loss")
+        return output.sum(), 1
+
+    def body(world):
+        stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        stages[0].register_forward_hook(notes)
+        pipeline = Pipeline(dict(enumerate(stages)), world, parse_schedule("F0@0 F1@0 F0@1 F1@1 B0@1 B1@1 B0@0 B1@0"), loss)
+        with pytest.raises(LossError):
+            pipeline.step([(torch.ones(1, 2), True)] * 2)
+        pipeline.evaluate([(torch.ones(1, 2), False)])
+        gc.collect()
+        assert len(made) == 3 and not any(ref() for ref in made)
+
+    rl.simulate(1, body)

@@ -126,6 +126,6 @@ def test_what_cannot_be_deferred_goes_the_plain_way(what):
 def test_under_autocast_the_plain_way_is_taken():
     layer, products = nn.Linear(3, 3), []
     with torch.autocast("cpu", torch.bfloat16), deferring(products):
-        out = layer(torch.ones(2, 3))
+        out = layer(torch.ones(2, 3, requires_grad=True))
     out.sum().backward()
     assert out.dtype == torch.bfloat16 and products == [] and layer.weight.grad is not None
