@@ -83,6 +83,10 @@ def test_what_could_not_be_read_back_is_told_before_anything_is_written(values, 
         expect_writable([whole("w", values)])
 
 
+def test_a_dim_of_one_element_may_have_any_stride():
+    expect_writable([whole("w", torch.zeros(1).expand(1, 1).as_strided((1, 1), (0, 0)))])
+
+
 def test_a_conjugate_is_written_as_it_reads(tmp_path):
     part = whole("w", torch.tensor([1 + 2j, 3 - 4j]).conj())
     write_parts(tmp_path / "x.safetensors", [part])
@@ -196,6 +200,22 @@ def test_a_file_that_cannot_be_written_whole_is_gone_and_the_checkpoint_from_bef
     with pytest.raises(ConfigError, match="give a folder that all hosts share"):
         commit(tmp_path, assemble(announced, assign_writers(announced), [written], {}))
     assert read_manifest(tmp_path)[1] == before
+
+
+def test_a_file_that_the_disk_does_not_take_is_gone_and_the_error_is_told(tmp_path, monkeypatch):
+    def refuse(handle):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files.os, "fsync", refuse)
+    with pytest.raises(StorageError, match="cannot be written .Input/output error"):
+        write_parts(tmp_path / "x", [whole("w", torch.ones(3))])
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["w", "weight", "a.longer.name"])
+def test_tensors_begin_at_a_multiple_of_8_bytes(tmp_path, name):
+    write_parts(tmp_path / "x", [whole(name, torch.ones(3))])
+    assert (tmp_path / "x").stat().st_size % 8 == 12 % 8
 
 
 def test_a_file_that_was_changed_cut_short_or_removed_is_noticed(tmp_path):
