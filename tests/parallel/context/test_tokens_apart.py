@@ -95,6 +95,13 @@ class Weighs(Reader):
         return (losses * losses.softmax(0)).sum(), targets.numel()
 
 
+class LeavesOneOut(AttendsByItself):
+    """Nothing becomes of one token."""
+
+    def forward(self, tokens, targets=None, part=WHOLE):
+        return super().forward(tokens, part=part) * (self.places(tokens, part) != 5)[:, None]
+
+
 @seeded(3)
 def make(kind):
     return kind()
@@ -109,7 +116,8 @@ def batch():
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("kind", "told"), [
     (CountsFromZero, "the query of attention 1, of shape (1, 48, 2, 8) for 48 tokens, is another"), (Shifts, "the query of attention 1"),
-    (AttendsByItself, "what it returns, of shape (1, 48, 37)"), (Pools, "what it returns, of shape (1, 37)")],
+    (AttendsByItself, "what it returns, of shape (1, 48, 37)"), (LeavesOneOut, "what it returns, of shape (1, 48, 37)"),
+    (Pools, "what it returns, of shape (1, 37)")],
     ids=lambda x: getattr(x, "__name__", ""))
 def test_tokens_that_see_each_other_elsewhere_are_an_error_on_every_rank(kind, told, ranks, attention):
     model = make(kind)

@@ -27,6 +27,11 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
     return [loss.detach(), *torch.autograd.grad(3.0 * loss, (hidden, weight))]
 
 
+def plain_of_wide_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss in fp32 of logits that were rounded to their dtype."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=-100, reduction="sum")
+
+
 def split(world, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int | None = None) -> list[torch.Tensor]:
     """Loss and whole gradients, from one rank's part of the weight."""
     vocab = len(weight)
@@ -73,6 +78,7 @@ def test_16_and_32_bit_losses_are_off_by_their_roundings_only(dtype, rtol):
     for loss, *grads in rl.simulate(2, lambda world: split(world, *given, 8)):
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss.double(), truth[0], rtol=rtol, atol=0)
+        torch.testing.assert_close(loss, plain_of_wide_logits(*given), rtol=1e-5, atol=0)
         for mine, grad in zip(grads, truth[1:]):
             assert mine.dtype == dtype
             torch.testing.assert_close(mine.double(), grad, rtol=0, atol=rtol * grad.abs().max().item())
