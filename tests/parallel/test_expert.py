@@ -19,7 +19,7 @@ from rankloom.models.gpt import GPT
 from rankloom.models.moe import MoE
 from rankloom.parallel.all_to_all import deal_rows, deal_rows_bill
 from rankloom.parallel.context.apply import context_parallel
-from rankloom.parallel.expert import Load, expert_layers, expert_parallel, gradient_axes, rebalance
+from rankloom.parallel.expert import Load, expert_layers, expert_parallel, gradient_axes, rebalance, spread_parameters
 
 RTOL = 1e-12   # fp64: the same terms in another order
 MOE = MoEConfig(experts=12, top_k=2, ffn=6, shared=1, balance_loss=0.3, router_z_loss=0.2)
@@ -267,6 +267,28 @@ def test_biases_move_alike_on_all_ranks_by_the_tokens_of_all():
 
     rl.simulate(rl.Mesh(expert=2), body)
     assert {sum(load.routed) for load in loads.values()} == {4 * 9 * 2} and loads["blocks.0.mlp"].dropped == 0
+
+
+def test_biases_stay_where_a_step_did_not_change_the_model():
+    def body(world):
+        mine, batch = expert_parallel(make_model(bias_rate=0.1), world), batch_of()
+        layers = expert_layers(mine)
+        before = [layer.router.bias.clone() for layer in layers.values()]
+        train_once(mine, batch)
+        assert all(sum(load.routed) for load in rebalance(layers, world, move=False).values())
+        assert all(map(torch.equal, before, [layer.router.bias for layer in layers.values()]))
+
+    rl.simulate(rl.Mesh(expert=2), body)
+
+
+def test_spread_parameters_are_known_under_all_of_their_names():
+    def body(world):
+        model = make_model()
+        model.again = model.blocks[0].mlp
+        found = spread_parameters(expert_parallel(model, world))
+        assert {"again.experts.down", "blocks.0.mlp.experts.down", "blocks.1.mlp.experts.down"} <= found
+
+    rl.simulate(2, body)
 
 
 def test_a_model_without_experts_has_nothing_to_rebalance():

@@ -1,6 +1,7 @@
 """GradientReducer, as the engine uses it: sums (no means), totals on the way, masters."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -273,3 +274,51 @@ def test_the_order_of_arrival_is_found_without_comparing_each_name_with_each():
 
     rl.simulate(2, body)
     assert Counted.compared < 2 * 300 * 10, "each with each are 2 ranks * 300 * 300 / 2"
+
+
+def test_all_sums_have_ended_before_the_error_of_the_first_that_failed_is_raised_once():
+    def body(world):
+        model, waited = Three(), []
+        reducer = GradientReducer(named(model), world, bucket_bytes=1)
+        model(1.0, maybe=True).backward()
+        reducer.finish()
+
+        def fails(number):
+            waited.append(number)
+            raise ArithmeticError(f"sum {number}")
+
+        for number, bucket in enumerate(reducer.buckets):
+            bucket.wait = partial(fails, number)
+        with pytest.raises(ArithmeticError, match="sum 0"):
+            reducer.abandon()
+        reducer.abandon()
+        return waited
+
+    assert rl.simulate(2, body) == [[0, 1, 2]] * 2
+
+
+def test_a_mean_of_16_bit_gradients_is_rounded_in_the_masters_dtype_only():
+    def body(world):
+        model = Three(torch.bfloat16)
+        owners = {name: nn.Parameter(p.detach().float()) for name, p in named(model).items()}
+        reducer = GradientReducer(named(model), world, owners=owners, average=True)
+        for _ in range(2):   # in the first backward gradients are not in buckets yet
+            reducer.abandon()
+            model(1.0).backward()
+            reducer.finish()
+            torch.testing.assert_close(owners["small"].grad, torch.ones(3), rtol=2**-22, atol=0)   # a third of one, three times
+
+    rl.simulate(3, body)
+
+
+def test_a_gradient_that_the_user_sets_after_all_were_dropped_is_no_sum_that_is_missing():
+    def body(world):
+        model = Three()
+        reducer = GradientReducer(named(model), world)
+        with reducer.sync(False):
+            model(world.rank + 1.0).backward()
+        reducer.zero()
+        model.small.grad = torch.ones_like(model.small)
+        reducer.expect_summed(list(model.parameters()))
+
+    rl.simulate(2, body)

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from rankloom.parallel.reduction_order import Queue, Reducing
+from rankloom.parallel.sections import Section
 
 WIDTH = 4
 
@@ -50,3 +52,20 @@ def test_gradients_leave_while_backward_goes_on():
     for seen, _ in rl.simulate(2, run):
         assert seen == ["backward of 0", "gradients of blocks.0", "backward of 1", "gradients of blocks.1",
                         "backward of 2", "gradients of blocks.2"]
+
+
+def test_replicas_learn_the_order_of_the_first_rank_too_and_once():
+    def body(world):
+        sections, groups = [Section(name, nn.Module(), []) for name in "abc"], (world.group("shard"), world.group("replicate"))
+        queue = Queue(sections, *groups)
+        queue.begin()
+        for section in sections if world.rank == 0 else sections[::-1]:
+            section.settled = True
+            queue.settle(section, reducing=Reducing.ALL)
+        queue.learn()
+        calls = [group.ledger.calls for group in groups]
+        queue.learn()
+        assert [group.ledger.calls for group in groups] == calls
+        return "".join(section.name for section in queue.order)
+
+    assert rl.simulate(rl.Mesh(replicate=2, shard=2), body) == ["abc"] * 4

@@ -530,6 +530,18 @@ def test_only_buffers_that_changed_somewhere_travel():
                           "gaps": [[0, 1, 2], [3, 4, 5]], "turn": [1j, 1j], "other.constant": [0, 0]}
 
 
+def test_values_that_were_loaded_are_no_change_and_no_sign_of_writes_that_are_not_counted():
+    def body(world):
+        model = nn.Module()
+        model.register_buffer("constant", torch.zeros(2))
+        keeper = BufferKeeper(model, world)
+        model.constant += 1
+        keeper.forget_changes()
+        return [keeper.average_changed() for _ in range(3)]
+
+    assert rl.simulate(2, body) == [[[], [], []]] * 2
+
+
 def test_a_cache_that_one_rank_has_made_larger_is_its_own():
     """As rotary tables for the longest row so far: the process ended in the backend, for messages of other lengths met."""
     def body(world):

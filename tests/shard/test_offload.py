@@ -79,3 +79,8 @@ def test_what_is_large_is_pinned_to_the_byte_and_what_is_small_by_torch(monkeypa
     assert pinned, "who has a view has the memory"
     del parameter
     assert not pinned, "it is given back when nobody has any of it"
+
+
+def test_the_desk_has_the_dtype_that_is_asked_for():
+    host = Host(torch.device("cpu"))
+    assert [host.desk(4, dtype).dtype for dtype in (torch.float32, torch.bfloat16)] == [torch.float32, torch.bfloat16]

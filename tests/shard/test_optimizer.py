@@ -92,6 +92,14 @@ def test_a_plain_optimizers_state_that_is_loaded_is_cut_to_the_pieces_and_goes_o
             assert torch.equal(owner.detach().view(-1), mine.pieces[at].cut(expected[at].detach())), f"{at} on rank {rank}"
 
 
+def test_what_a_loaded_state_holds_for_no_parameter_is_kept():
+    mine = Pieces(ELEMENTWISE["sgd nesterov"], 1, 2)
+    _, plain = train_whole(ELEMENTWISE["sgd nesterov"], steps=1)
+    loaded = plain.state_dict()
+    mine.optimizer.load_state_dict(loaded | {"state": loaded["state"] | {"for all": 7}})
+    assert mine.optimizer.state["for all"] == 7
+
+
 def test_a_state_that_is_neither_whole_nor_this_ranks_piece_is_refused():
     others, mine = Pieces(by_dims, 0, 2).train().optimizer.state_dict(), Pieces(by_dims, 1, 3)
     with pytest.raises(ConfigError, match=r"state 'exp_avg' of wide has the shape \[207\], expected \[9, 23\].*\.load_full_state_dict"):
