@@ -78,7 +78,7 @@ def test_16_and_32_bit_losses_are_off_by_their_roundings_only(dtype, rtol):
     for loss, *grads in rl.simulate(2, lambda world: split(world, *given, 8)):
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss.double(), truth[0], rtol=rtol, atol=0)
-        torch.testing.assert_close(loss, plain_of_wide_logits(*given), rtol=1e-5, atol=0)
+        torch.testing.assert_close(loss, plain_of_wide_logits(*given), rtol=1e-5, atol=0)   # of the same logits, so in fp32 again
         for mine, grad in zip(grads, truth[1:]):
             assert mine.dtype == dtype
             torch.testing.assert_close(mine.double(), grad, rtol=0, atol=rtol * grad.abs().max().item())

@@ -90,7 +90,7 @@ def zero_bubble_h2(stage: int, stages: int, microbatches: int) -> list[Action]:
 
 
 def zero_bubble_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """Two stages on each rank, folded: as little memory as 1F1B, and no bubble if F = I = W.
+    """Two stages on each rank, folded: as little memory as 1F1B, and no bubble if F = I = W and m >= 2p - 1.
 
     keeps:  2p activations of half stages   sent: twice the messages of 1F1B
     source: Qi et al. 2023, ZB-V
@@ -113,7 +113,7 @@ def zero_bubble_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
 def dual_pipe_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """Two stages on each rank, folded. In the middle each backward is paired with a forward, so that their messages may overlap.
 
-    bubble: (p-1)(F + I - W) of a half stage if F = I >= W, and the two of a pair run one after the other
+    bubble: (p-1)(F + I - W) of a half stage if F = I >= W, the two of a pair run one after the other, and m >= 2p - 1
     keeps:  2p + 1 activations of half stages
     source: DeepSeek-AI 2024 (DualPipe); cut in half by Qi et al.
     """
