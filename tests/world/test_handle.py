@@ -150,20 +150,20 @@ def test_a_handle_of_a_closed_group_says_so():
     assert rl.simulate(2, body) == [True] * 2
 
 
-def test_a_world_is_idle_when_no_call_of_any_of_its_groups_is_in_flight():
+def test_a_world_has_ended_when_no_call_of_any_of_its_groups_is_in_flight():
     all_looked = threading.Barrier(4)
 
     def body(world):
         found = []
         for group in (world, world.group("shard")):
             handle = group.recv(torch.zeros(3), 1, async_op=True) if group.rank == 0 else None
-            found.append(world.is_idle)
+            found.append(world.end_within(0.0))
             all_looked.wait(20)
             if group.rank == 1:
                 group.send(torch.ones(3), 0)
             if handle is not None:
                 handle.wait()
-            found.append(world.is_idle)
+            found.append(world.end_within(0.0))
         return found
 
     waits, idles = [False, True], [True, True]

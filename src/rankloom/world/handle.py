@@ -3,8 +3,10 @@
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor
 from rankloom.base.errors import RankLost
 from rankloom.world.ledger import Ledger
 
-MOST_DROPPED = 64   # collectives of one group for which nobody waits
+MOST_DROPPED = 64    # collectives of one group for which nobody waits
+LEAST_WAIT = 1e-3    # seconds; torch takes 0 for as long as the group allows
 
 
 class InFlight:
@@ -32,14 +35,26 @@ class InFlight:
         return [handle for reference in self._handles.valuerefs() if (handle := reference()) is not None]
 
     @property
-    def is_idle(self) -> bool:
-        """Whether all that somebody holds has ended."""
-        return all(has_ended(work) for handle in self.handles() for work in handle.works or ())
-
-    @property
     def has_ended(self) -> bool:
-        """The same, of what was dropped too. (Of dropped messages, gloo does not say so.) Any thread may ask, so it looks at a copy."""
-        return self.is_idle and all(has_ended(work) for works in [*self._dropped] for work in works)
+        """Whether all have ended. (Of messages for which nobody has waited, gloo does not say so.)"""
+        return all(map(has_ended, self._works()))
+
+    def end_within(self, seconds: float) -> bool:
+        """Wait for all of them, held or dropped, at most so long. Returns whether they have ended well. The last thing that is asked of a
+        group: gloo tells the end of a message only to one who waits for it, and only once.
+        """
+        deadline = time.monotonic() + seconds
+        try:
+            for work in self._works():
+                if not has_ended(work):
+                    work.wait(timedelta(seconds=max(LEAST_WAIT, deadline - time.monotonic())))
+        except RuntimeError:   # too late, or a peer has gone
+            return False
+        return True
+
+    def _works(self) -> Iterator[Any]:
+        """Of those that somebody holds, then of those that were dropped. Any thread may ask, so it looks at a copy."""
+        return chain(*(handle.works or () for handle in self.handles()), *[*self._dropped])
 
     def add(self, handle: "Handle") -> None:
         """Remember a new handle, and forget what has ended of those that were dropped.

@@ -26,6 +26,8 @@ from rankloom.world.transport.ask import ask
 from rankloom.world.transport.meet import start_afresh
 from rankloom.world.world import World
 
+SECONDS_TO_END = 10.0   # for what a program has in flight when it ends
+
 # Stores stay open until the process ends. If rank 0's store closed with its world, a peer that quickly builds the next world could
 # still connect to the old server, which is about to stop. Within one process, torch lets all stores of a port share one server.
 _kept_open: list[dist.Store] = []
@@ -44,7 +46,7 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
     backend:  for CPU tensors: "gloo", "rankloom" (shared memory, and TCP between hosts), or "auto":
               shared memory if all ranks share a host. It has room for 256 ranks of a host
     The environment stays as it is: a launcher's variables are read, none is set.
-    A world of CPU ranks that is open and idle when the program ends is closed then, before functions registered earlier with `atexit`.
+    A world of CPU ranks that is open when the program ends is closed then, before functions registered earlier with `atexit`.
     A call of several ranks keeps one file open until the program ends, the connection to the store, also after its world was closed.
     raises:   MeshError if the mesh needs another number of ranks; RankLost if the others do not come; ConfigError, on all ranks,
               if one runs another program or got other arguments
@@ -75,15 +77,16 @@ def init(mesh: Mesh | None = None, *, timeout: float = 300.0, device: str | None
 
 
 @atexit.register
-def _close_what_is_idle() -> None:
-    """Close idle worlds, for programs that do not. torch's gloo frees the tensors of its last call in a thread of its own: if Python had
-    ended before, that thread would abort the process (one exit in twelve).
+def _close_what_has_ended() -> None:
+    """Close worlds, for programs that do not. torch's gloo frees the tensors of its last call in a thread of its own: if Python had
+    ended before, that thread would abort the process (one exit in ten).
 
-    After an exception worlds stay open: other ranks may never join a collective that this rank has begun, and closing would wait for
-    them. Worlds of CUDA ranks always stay open, because closing NCCL would always wait.
+    What is still in flight, as a gather ahead is after the last step, is waited for, but not for ever: other ranks may never join a
+    call that this rank has begun, and closing would wait for them. Then, and after an exception, worlds stay open. Worlds of CUDA ranks
+    always do, because closing NCCL would always wait.
     """
     for world in list(_worlds):
-        if world.is_idle and not hasattr(sys, "last_value"):
+        if not hasattr(sys, "last_value") and world.end_within(SECONDS_TO_END):
             world.close()
 
 

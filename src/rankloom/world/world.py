@@ -4,6 +4,7 @@ Every group has its own prefix in a store that is new for each start of the job 
 Read world/group.py before this file, and world/connect.py for what connects the ranks.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -98,14 +99,14 @@ class World(Group):
         return self._groups[ranks]
 
     @property
-    def is_idle(self) -> bool:
-        """Whether all collectives have ended that this rank has begun in any of its groups, and whose handle still exists."""
-        return all(group.in_flight.is_idle for group in (self, *self._parts()))
-
-    @property
     def has_ended(self) -> bool:
         """Whether all calls have ended that this rank has begun in any of its groups, held or dropped."""
         return all(group.in_flight.has_ended for group in (self, *self._parts()))
+
+    def end_within(self, seconds: float) -> bool:
+        """Wait, at most so long, for all calls that this rank has begun in any of its groups. Returns whether they have ended well."""
+        deadline = time.monotonic() + seconds
+        return all(group.in_flight.end_within(deadline - time.monotonic()) for group in (self, *self._parts()))
 
     def leave(self) -> None:
         """This rank's body has returned: it makes no more calls. Those that wait for one of it are told at once, as far as it can be known:
