@@ -52,9 +52,9 @@ def test_neighbours_do_not_stay_neighbours():
 
 
 def test_each_epoch_has_an_order_of_its_own_and_each_seed_too():
-    first, second = sample_at(np.arange(200), 100, 0).reshape(2, 100)
-    assert sorted(first) == sorted(second) == list(range(100))
-    assert not np.array_equal(first, second)
+    first, *others = sample_at(np.arange(600), 100, 0).reshape(6, 100)
+    assert all(sorted(epoch) == list(range(100)) for epoch in (first, *others))
+    assert len({tuple(epoch) for epoch in (first, *others)}) == 6     # no order comes again, not after several epochs either
     assert not np.array_equal(first, sample_at(np.arange(100), 100, 1))
     assert np.array_equal(first, sample_at(np.arange(100), 100, 0))
 
@@ -73,9 +73,12 @@ def test_the_steps_lay_epochs_end_to_end_with_nothing_lost_or_repeated(n, batch,
 def test_the_order_of_today_is_the_order_of_tomorrow():
     assert samples_of_step(3, 5, 1000, 42).tolist() == samples_of_step(0, 20, 1000, 42)[15:].tolist()
     assert samples_of_step(0, 6, 1000, 42).tolist() == FROZEN
+    assert sample_at(np.arange(24), 8, 42).reshape(3, 8).tolist() == FROZEN_EPOCHS
 
 
-FROZEN = [151, 794, 606, 796, 609, 804]        # a change here changes the order of every run that is resumed
+# A change here changes the order of every run that is resumed.
+FROZEN = [151, 794, 606, 796, 609, 804]
+FROZEN_EPOCHS = [[4, 5, 7, 1, 2, 3, 6, 0], [5, 6, 3, 0, 2, 4, 1, 7], [6, 7, 4, 5, 2, 3, 1, 0]]   # as many samples as a power of two
 
 
 @FEW
