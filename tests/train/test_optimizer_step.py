@@ -95,6 +95,15 @@ def test_the_fused_way_leaves_the_same_parameters_and_the_same_mean_clipped_grad
         assert norm == pytest.approx(clip, rel=1e-5), "gradients are left as they were clipped"
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_fused_step_on_gradients_in_fp64_is_that_of_torch_to_fp64(name):
+    """torch hands a fused kernel the factor in fp32, which would round every update of a run in fp64."""
+    mine, _, _ = run(name, fused=True, clip=0.3, scale=3.0, dtype=torch.float64)
+    reference, _, _ = run(name, fused=False, clip=0.3, scale=3.0, dtype=torch.float64)
+    for param, wanted in zip(mine, reference, strict=True):
+        torch.testing.assert_close(param, wanted, rtol=1e-12, atol=1e-12)
+
+
 class Clipping(torch.optim.AdamW):
     """Looks at gradients before torch does."""
 
