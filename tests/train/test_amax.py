@@ -123,7 +123,8 @@ def test_a_saved_history_goes_on_where_it_was():
         run(first, group, [1.0, 8.0, 3.0], [2.0, 1.0, 4.0])
         second.load_state_dict(first.state_dict())
         longer.load_state_dict(first.state_dict())
-        shorter.load_state_dict(first.state_dict())
+        shorter.load_state_dict(first.state_dict() | {name: torch.tensor([1.0, 2.0, 9.0]) for name in NAMES[:1]})
+        assert known(shorter) == [2.0, 8.0, 4.0], "the oldest step is the one that it has no room for"
         for h, order in ((first, 1), (second, -1), (longer, 1), (shorter, 1)):
             run(h, group, [1.0, 1.0, 1.0][::order], [1.0, 1.0, 1.5][::order])
         return first.state_dict(), second.state_dict(), [reference(h, 0) for h in (first, second)], known(longer), known(shorter)
@@ -132,6 +133,16 @@ def test_a_saved_history_goes_on_where_it_was():
     assert {name: v.tolist() for name, v in first.items()} == {name: v.tolist() for name, v in second.items()}
     assert first["a.input"].tolist() == [1.0, 1.0, 2.0] and (a, b) == (2.0, 4.0) and longer == [2.0, 8.0, 4.0]
     assert shorter == [1.0, 1.0, 1.5], "it has forgotten what came before its two steps"
+
+
+def test_a_history_that_is_set_back_to_a_new_run_scales_by_each_tensors_own_magnitude_again():
+    def body(group):
+        h = history()
+        run(h, group, [1.0, 2.0, 3.0])
+        h.load_state_dict({})
+        return [reference(h, at) for at in range(3)]
+
+    assert alone(body) == [None] * 3
 
 
 def test_a_history_of_other_layers_is_refused():
