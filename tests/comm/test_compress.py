@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import rankloom as rl
+from rankloom.comm import blockwise
 from rankloom.comm.blockwise import PIECE_BYTES, Blockwise, staggered
 from rankloom.comm.compress import compressed_all_reduce
 from rankloom.comm.lossy import Compressed
@@ -68,6 +69,25 @@ def test_a_sum_is_off_by_half_a_step_of_every_rank_and_half_a_step_of_the_sum(na
     bound = first + half_step(tops(exact) + tops(first)) + p * 2**-23 * sum(tops(x) for x in inputs)
     for got in rl.simulate(p, lambda world: Blockwise(form, piece=1500)(inputs[world.rank].clone(), world)):
         assert ((got.double() - exact).abs() <= bound).all()
+
+
+def test_what_pads_a_message_is_zeros_and_not_what_lay_in_memory(monkeypatch):
+    """Of three ranks, each with a record of its own, two have nothing but padding: a block makes one record."""
+    sent = {"start_all_to_all": [], "start_all_gather": []}
+
+    def noting(name):
+        start = getattr(blockwise, name)
+        return lambda x, group, *, label: (sent[name].append(x.clone()), start(x, group, label=label))[1]
+
+    for name in sent:
+        monkeypatch.setattr(blockwise, name, noting(name))
+    torch.use_deterministic_algorithms(True)   # new memory is filled with 255
+    try:
+        rl.simulate(3, lambda world: Blockwise(INT8)(torch.ones(100), world))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [bool(records[1:].any()) for records in sent["start_all_to_all"]] == [False] * 3
+    assert sorted(bool(record.any()) for record in sent["start_all_gather"]) == [False, False, True]
 
 
 @pytest.mark.parametrize(("name", "digits"), [("bf16", 8), ("fp16", 11)])
