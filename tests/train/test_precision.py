@@ -72,6 +72,19 @@ def replaced(model: nn.Module) -> None:
         param.data = param.data * 2
 
 
+def test_a_model_that_nobody_has_written_to_is_not_read_to_know_that(monkeypatch):
+    """A step begins with this look, and to compare would be a pass over all parameters and masters."""
+    def refuse(one, other):
+        raise AssertionError("a parameter was compared with its master")
+
+    model = nn.Linear(2, 2)
+    masters = MasterWeights(model, precision_named("bf16"))
+    monkeypatch.setattr(torch, "equal", refuse)
+    masters.expect_own_values()
+    masters.publish()
+    masters.expect_own_values()
+
+
 @pytest.mark.parametrize("name", SIXTEEN)
 @pytest.mark.parametrize("change", [clamped, loaded, by_data, replaced])
 def test_values_that_were_put_into_a_model_with_masters_are_an_error_and_not_lost(name, change):
@@ -268,6 +281,16 @@ def test_inputs_and_outputs_are_cast_in_whatever_they_are_nested():
     assert notes == [torch.bfloat16]   # what holds no floats comes as it is, and may be written to
     assert [type(part) for part in seen] == [Output, UserDict, Kind, list]
     assert [y.dtype for part in (seen[0], dict(seen[1]), *seen[2:]) for y in tensors_in(part)] == [torch.float32] * 4
+
+
+def test_the_users_own_batch_stays_in_its_dtype_when_the_model_gets_it_cast():
+    @dataclass
+    class Rows:
+        x: torch.Tensor
+
+    for given in (UserDict(x=torch.ones(1)), Rows(torch.ones(1)), {"x": torch.ones(1)}):
+        cast = precision.cast_floats_in(given, torch.bfloat16)
+        assert [x.dtype for batch in (cast, given) for x in tensors_in(getattr(batch, "data", batch))] == [torch.bfloat16, torch.float32]
 
 
 def test_whole_numbers_are_not_cast_and_floats_are_also_by_keyword():
