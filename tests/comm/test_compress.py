@@ -10,7 +10,7 @@ import torch
 import rankloom as rl
 from rankloom.comm import blockwise
 from rankloom.comm.blockwise import PIECE_BYTES, Blockwise, staggered
-from rankloom.comm.compress import compressed_all_reduce
+from rankloom.comm.compress import Summing, compressed_all_reduce
 from rankloom.comm.lossy import Compressed
 from rankloom.comm.power import PowerSGD
 from rankloom.comm.quantize import INT4, INT8, ONE_BIT, Floats
@@ -69,6 +69,18 @@ def test_a_sum_is_off_by_half_a_step_of_every_rank_and_half_a_step_of_the_sum(na
     bound = first + half_step(tops(exact) + tops(first)) + p * 2**-23 * sum(tops(x) for x in inputs)
     for got in rl.simulate(p, lambda world: Blockwise(form, piece=1500)(inputs[world.rank].clone(), world)):
         assert ((got.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_gradients_are_weighed_by_the_items_of_all_ranks_and_each_rank_keeps_its_own_count(p):
+    """A pipeline gives a view of the totals of its step, which are summed over the ranks later."""
+    def body(world):
+        summing, totals = Summing(compress="int8"), torch.tensor([7.0, world.rank + 1.0], dtype=torch.float64)
+        summing.weigh(totals[1], 2.0, [world])
+        return summing.factor, totals.tolist()
+
+    factor = 1.0 if p == 1 else 1 / (2 * sum(range(1, p + 1)))
+    assert rl.simulate(p, body) == [(factor, [7.0, rank + 1.0]) for rank in range(p)]
 
 
 def test_what_pads_a_message_is_zeros_and_not_what_lay_in_memory(monkeypatch):
