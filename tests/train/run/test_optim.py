@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rankloom.base.errors import ConfigError
-from rankloom.train.run.optim import build_optimizer, learning_rate, scale_learning_rate
+from rankloom.train.run.config import make_config
+from rankloom.train.run.optim import build_optimizer, learning_rate, scale_learning_rate, schedule
 from rankloom.train.run.schema import Optimizer
 
 DECAYS = ["cosine", "linear", "constant"]
@@ -62,6 +63,17 @@ def test_linear_scaling_is_by_the_batch_and_sqrt_by_its_root():
     assert scale_learning_rate(0.5, 2, 8, "linear") == 0.125
 
 
+def test_the_schedule_of_a_run_scales_by_its_global_batch_and_counts_its_steps():
+    sizes = {"mesh": {"replicate": 3}, "train": {"steps": 4, "local_batch_size": 2, "accumulate": 4}}   # 24 rows in a step
+    scaled = {"optimizer": {"lr": 0.5, "base_batch_size": 6, "lr_scaling": "linear"}}
+    shape = {"schedule": {"warmup_steps": 2, "decay": "linear", "min_lr_ratio": 0.0}}
+    rate = schedule(make_config(sizes | scaled | shape, "test"))
+    assert [rate(step) for step in range(5)] == [1.0, 2.0, 1.0, 0.0, 0.0], "a floor of 0 is one, and not left out"
+    assert schedule(make_config(sizes | shape | {"optimizer": {"lr": 0.5}}, "test"))(1) == 0.5
+    shape["schedule"].pop("min_lr_ratio")
+    assert schedule(make_config(sizes | scaled | shape, "test"))(3) == pytest.approx(0.2, rel=1e-12)
+
+
 def step_once(optimizer):
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -84,6 +96,7 @@ def test_the_optimizers_are_fused_and_carry_the_numbers_of_the_config():
     assert (adamw["fused"], adamw["betas"], adamw["lr"], adamw["weight_decay"]) == (True, (0.8, 0.9), 0.3, 0.1)
     sgd = build_optimizer(Optimizer(name="sgd", momentum=0.7), params).param_groups[0]
     assert (sgd["fused"], sgd["momentum"]) == (True, 0.7)
+    assert build_optimizer(Optimizer(name="sgd", momentum=0.0), params).param_groups[0]["momentum"] == 0.0
 
 
 def test_left_out_numbers_have_the_documented_values():
