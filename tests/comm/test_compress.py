@@ -83,6 +83,15 @@ def test_gradients_are_weighed_by_the_items_of_all_ranks_and_each_rank_keeps_its
     assert rl.simulate(p, body) == [(factor, [7.0, rank + 1.0]) for rank in range(p)]
 
 
+def test_a_step_in_which_no_rank_has_counted_anything_can_be_weighed():
+    def body(world):
+        summing = Summing(compress="int8")
+        summing.weigh(torch.zeros((), dtype=torch.float64), 2.0, [world])
+        return summing.factor
+
+    assert rl.simulate(2, body) == [1.0, 1.0]
+
+
 def test_what_pads_a_message_is_zeros_and_not_what_lay_in_memory(monkeypatch):
     """Of three ranks, each with a record of its own, two have nothing but padding: a block makes one record."""
     sent = {"start_all_to_all": [], "start_all_gather": []}
