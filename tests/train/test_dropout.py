@@ -42,6 +42,29 @@ def test_every_part_of_the_key_changes_the_mask(other):
     assert 0.4 < agree < 0.6, "independent fair coins agree half of the time"
 
 
+def test_a_probability_too_small_for_a_number_of_32_bits_drops_nothing():
+    """One more than the largest of them would wrap around, and drop all."""
+    assert torch.equal(mask(p=1e-12), torch.ones(1000))
+
+
+def test_a_module_that_was_used_twice_is_still_known_as_such_when_its_micro_batch_comes_back_for_its_backward():
+    key, x = DropoutKey(0), torch.ones(1, requires_grad=True)
+    key.set_microbatches(0, [range(1), range(1, 2)])
+    for microbatch in (0, 1):
+        key.select_microbatch(microbatch)
+        for _ in range(2 - microbatch):   # the second uses it once
+            key.next_seed("drop")
+    key.select_microbatch(0)
+    y = x * 2
+
+    def run_again(grad):   # as a checkpoint does
+        key.next_seed("drop")
+
+    y.register_hook(run_again)
+    with pytest.raises(ConfigError, match="dropout drop is used several times"):
+        y.backward()
+
+
 def test_the_next_micro_batch_starts_counting_calls_anew():
     key = DropoutKey(0)
     module = KeyedDropout(0.5, "drop", key)
