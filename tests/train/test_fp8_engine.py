@@ -56,6 +56,20 @@ def train(world, recipe: str, **options) -> tuple[str, list[float]]:
     return fingerprint(engine.full_state_dict(), losses), losses
 
 
+def test_a_step_that_updates_nothing_leaves_the_history_of_delayed_scaling_as_it_was():
+    def body(world):
+        engine = engine_on(world, "delayed")
+        good = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+        engine.step(good)
+        before = engine.full_state_dict()["optimizer"]["run"]["amax"]
+        with pytest.raises(rl.NonFinite):
+            engine.step(good * torch.tensor([100.0, 1.0, 1.0, torch.nan])[:, None])
+        return before, engine.full_state_dict()["optimizer"]["run"]["amax"]
+
+    (before, after), = rl.simulate(1, body)
+    assert before and {name: row.tolist() for name, row in after.items()} == {name: row.tolist() for name, row in before.items()}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_deterministic_training_has_one_hash_for_all_stages_and_meshes(recipe):
     threads = torch.get_num_threads()
