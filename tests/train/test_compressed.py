@@ -40,6 +40,15 @@ def validation_loss(world: rl.World, compress: str, steps: int = 300) -> float:
     return engine.evaluate([share(validation)]).loss
 
 
+def test_gradients_are_weighed_by_the_items_of_all_micro_batches_of_a_step():
+    def body(world):
+        engine = rl.prepare(nn.Linear(2, 2), loss=lambda model, x: (model(x).square().sum(), len(x)), world=world, compress="int8",
+                            accumulate=3, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        return engine.step(torch.ones(7 + world.rank, 2)).count, engine.placement.summing.factor
+
+    assert rl.simulate(2, body) == [(15.0, 1 / 15)] * 2
+
+
 @pytest.fixture(scope="module")
 def exact() -> float:
     return rl.simulate(2, lambda world: validation_loss(world, "none"))[0]
