@@ -481,7 +481,8 @@ def test_a_buffer_is_no_extra_state_whatever_it_is_called(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize(("other", "said"), [("weight", "values"), ("momentum", "values"), ("step", "numbers of the run")])
+@pytest.mark.parametrize(("other", "said"), [("weight", "values"), ("momentum", "values"), ("step", "numbers of the run"),
+                                             ("scale", "numbers of the run")])
 def test_ranks_that_load_different_states_all_raise_with_nothing_changed(stage, other, said):
     """Replicas had parted, or had waited for each other until the time-out."""
     def body(world):
@@ -495,6 +496,8 @@ def test_ranks_that_load_different_states_all_raise_with_nothing_changed(stage, 
             state["model"]["weight"][0, 0] += 1
         elif world.rank == 1 and other == "momentum":
             state["optimizer"]["state"]["weight"]["momentum_buffer"][0, 0] += 1
+        elif world.rank == 1 and other == "scale":
+            state["optimizer"]["run"]["loss_scale"] = {"value": 2.0, "good_steps": 1, "overflows": 0}
         elif world.rank == 1:
             del state["optimizer"]["run"]
         with pytest.raises(rl.ModelMismatch, match=f"rank 1 loads a state with other {said} than rank 0"):
