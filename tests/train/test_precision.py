@@ -283,6 +283,22 @@ def test_inputs_and_outputs_are_cast_in_whatever_they_are_nested():
     assert [y.dtype for part in (seen[0], dict(seen[1]), *seen[2:]) for y in tensors_in(part)] == [torch.float32] * 4
 
 
+def test_the_first_step_is_scaled_as_its_whole_batch_will_count():
+    """Its first micro-batch is a guess at the others, which are as long here: so the guess is what the count then says."""
+    def body(world):
+        scales = []
+
+        def loss(model, x):
+            scales.append(engine.scale.value)
+            return model(x).square().sum(), len(x)
+
+        engine = rl.prepare(nn.Linear(2, 2), loss=loss, optimizer=adamw, world=world, precision="fp16", accumulate=4)
+        engine.step(torch.ones(16, 2))
+        return scales[-1]   # of the last of four micro-batches
+
+    assert rl.simulate(1, body) == [2.0**16 / 16]
+
+
 def test_the_users_own_batch_stays_in_its_dtype_when_the_model_gets_it_cast():
     @dataclass
     class Rows:
