@@ -136,6 +136,15 @@ def test_broadcast_spreads_the_roots_values(root):
     assert rl.simulate(3, lambda w: w.broadcast(torch.tensor([w.rank]), root).item()) == [root] * 3
 
 
+def test_a_group_of_one_rank_may_gather_into_memory_that_overlaps_what_is_given():
+    def body(world):
+        x = torch.arange(5.0)
+        world.all_gather(x[:4], out=x[1:])
+        return x.tolist()
+
+    assert rl.simulate(1, body) == [[0.0, 0.0, 1.0, 2.0, 3.0]]
+
+
 def test_tensors_without_dims_and_without_elements_travel_too():
     def body(world):
         return (world.all_gather(torch.tensor(float(world.rank))).tolist(), world.all_reduce(torch.tensor(2.0)).item(),
