@@ -1,12 +1,15 @@
 """Ranks as threads over gloo, whose calls differ: gloo would end the process, and with it this test run."""
 
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import rankloom as rl
 from patience import AT_ONCE, no_thread_is_left
+from rankloom.world.debug import Fingerprint
+from rankloom.world.referee import Referee, Seat
 
 
 def ones(numel, dtype=torch.float32):
@@ -75,6 +78,27 @@ def test_messages_of_which_both_ends_have_come_are_forgotten_whatever_their_tags
         return len(world._inspector._referee.messages)
 
     assert rl.simulate(2, body, backend="gloo") == [0, 0]
+
+
+def test_collectives_that_all_ranks_have_made_are_forgotten():
+    def body(world):
+        for _ in range(5):
+            world.barrier()
+        return len(world._inspector._referee.calls)
+
+    assert rl.simulate(2, body, backend="gloo") == [0, 0]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_rank_may_return_when_the_one_that_waited_for_it_has_closed_the_group(closed):
+    """That one has an error of its own, which is the one to be told."""
+    referee = Referee()
+    returns, waits = (Seat(referee, rank, range(2)) for rank in range(2))
+    waits.checked(Fingerprint("barrier", "[1]", "float32", "", "here"), lambda pg: None, False)
+    if closed:
+        waits.close()
+    with nullcontext() if closed else pytest.raises(rl.CollectiveMismatch, match="rank 0: has returned from its body"):
+        returns.leave()
 
 
 @pytest.mark.parametrize("returns_first", [True, False])
