@@ -393,6 +393,9 @@ def test_a_rate_that_jumps_is_told_and_one_that_goes_on_is_not(table):
         assert len(said) == jumps
         assert not jumps or said == ["the learning rate was 0.0001 in step 4 and is 0.000232 in the next one, by this run's own schedule"]
         assert "unlike the run of that checkpoint: train.steps 4 -> 6" in notices(events)
+        earlier = f"{summary.folder}/checkpoints/step-00000002"   # of the same schedule: the rate falls, as it had to
+        _, events = run(table(train={"steps": 4}, checkpoint={"resume": earlier}, schedule=schedule))
+        assert not [text for text in notices(events) if text.startswith("the learning rate was")]
 
 
 def test_what_compression_had_not_sent_is_said_to_be_lost(table):
