@@ -65,6 +65,13 @@ def test_a_module_that_was_used_twice_is_still_known_as_such_when_its_micro_batc
         y.backward()
 
 
+def test_a_module_that_drops_nothing_does_not_hide_one_that_does():
+    key = DropoutKey(0)
+    for p in (0.5, 0.0):
+        KeyedDropout(p, f"drop {p}", key)
+    assert key.is_used, "ranks number their rows only then"
+
+
 def test_the_next_micro_batch_starts_counting_calls_anew():
     key = DropoutKey(0)
     module = KeyedDropout(0.5, "drop", key)
