@@ -227,6 +227,11 @@ def test_for_a_damaged_checkpoint_the_one_before_it_is_named(table, damage):
     with pytest.raises(DataError, match=f"damaged; copy it again .*; the one before it: --checkpoint.resume {before}"):
         run(table(checkpoint={"resume": summary.folder}), 2)
     assert run(table(checkpoint={"resume": str(before)}))[0].steps_before == 2
+    (oldest,) = before.glob("*.safetensors")
+    oldest.write_bytes(damage(oldest.read_bytes()))
+    with pytest.raises(DataError, match="damaged; copy it again") as error:
+        run(table(checkpoint={"resume": str(before)}))
+    assert "the one before" not in str(error.value), "there is none; a newer one is no earlier one"
 
 
 def test_a_tilde_is_the_home_folder_for_a_run_and_for_what_it_resumes_from(table, tmp_path, monkeypatch):
