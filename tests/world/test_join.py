@@ -5,9 +5,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -123,6 +125,28 @@ def test_a_service_that_takes_the_connection_and_says_nothing_is_rank_lost_withi
         launched(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(foreign.getsockname()[1]))
         with pytest.raises(rl.RankLost, match="what answers there is not the store of a job"):
             rl.init(timeout=1, device="cpu")
+
+
+def test_a_service_that_answers_something_else_is_said_to_be_no_store(monkeypatch):
+    """torch asks again until the time-out, and then says what it had expected to read."""
+    def answer():
+        with suppress(OSError):   # in the end it is shut down
+            while True:
+                connection, _ = foreign.accept()
+                with connection, suppress(OSError):
+                    connection.sendall(b"220 mail.example.com ESMTP\r\n")
+                    connection.recv(99)
+
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        service = threading.Thread(target=answer)
+        service.start()
+        launched(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(foreign.getsockname()[1]))
+        try:
+            with pytest.raises(rl.RankLost, match="what answers there is not the store of a job"):
+                rl.init(timeout=1, device="cpu")
+        finally:
+            foreign.shutdown(socket.SHUT_RDWR)
+            service.join()
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), 0, -1, 1e9])

@@ -101,9 +101,10 @@ def test_srun_is_slurms_also_where_it_speaks_to_mpi():
     assert find_place(SLURM | {"PMI_SIZE": "4", "PMI_RANK": "3", "PMIX_RANK": "3"}).launcher == "slurm"
 
 
-@pytest.mark.parametrize("wrong", [{"SLURM_TASKS_PER_NODE": "2(x3)"}, {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "2"}])
+@pytest.mark.parametrize("wrong", [{"SLURM_TASKS_PER_NODE": "2(x3)"}, {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "2"},
+                                   {"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "2"}])
 def test_slurm_variables_that_contradict_each_other_are_refused(wrong):
-    with pytest.raises(ConfigError, match="does not fit SLURM_NTASKS 4 and SLURM_NODEID"):
+    with pytest.raises(ConfigError, match="does not fit SLURM_NTASKS 4, SLURM_NODEID . and SLURM_LOCALID"):
         find_place(SLURM | wrong)
 
 

@@ -119,7 +119,9 @@ def _rendezvous(place: Place, host: str, port: int, patience: timedelta) -> dist
     try:
         return ask(lambda: dist.TCPStore(host, port, place.size, serves, patience, wait_for_workers=False, multi_tenant=True),
                    patience.total_seconds())
-    except TimeoutError:
+    except (TimeoutError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "Ping failed" not in str(error):   # so torch calls an answer that is none of a store
+            raise
         raise TimeoutError("what answers there is not the store of a job") from None
 
 

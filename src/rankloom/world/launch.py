@@ -190,9 +190,9 @@ def _slurm_place(env: dict[str, str]) -> Place:
     if not names:
         return Place("slurm", rank, size, local_rank, per_node, node)
     tasks = tasks_per_node(env[names[0]], names[0])
-    if sum(tasks) != size or not 0 <= node < len(tasks):
+    if sum(tasks) != size or not 0 <= node < len(tasks) or not 0 <= local_rank < tasks[node]:
         raise ConfigError(f"{names[0]} is {env[names[0]]!r}, {sum(tasks)} tasks on {len(tasks)} nodes, which does not fit "
-                          f"{total} {size} and SLURM_NODEID {node}")
+                          f"{total} {size}, SLURM_NODEID {node} and SLURM_LOCALID {local_rank}")
     return Place("slurm", rank, size, local_rank, tasks[node], node)
 
 
