@@ -47,6 +47,17 @@ def test_gathering_in_eight_bits_gives_what_casting_the_whole_weight_gives(p, dt
             assert torch.equal(found[name].scale, weight.scale)
 
 
+def test_what_lies_between_weights_travels_as_zeros():
+    layout = lay_out_evenly({"a": torch.Size((3, 5)), "b": torch.Size((7,))}, 1, 2)
+    encoded = torch.full((2, layout.total // 2), 255, dtype=torch.uint8)
+    for rank, out in enumerate(encoded):
+        encode_slice(torch.ones(len(out)), layout, rank, torch.ones(2), out)
+    gaps = torch.ones(layout.total, dtype=torch.bool)
+    for slot in layout.slots:
+        gaps[slot.start : slot.end] = False
+    assert gaps.any() and (encoded.flatten() == 0).equal(gaps)
+
+
 def test_weights_are_cut_inside_and_some_ranks_own_nothing_of_some():
     """Else the test above would prove little."""
     layout = lay_out_evenly({name: torch.Size(shape) for name, shape in SHAPES.items()}, 1, 4)
