@@ -6,6 +6,8 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.errors import UnitError
+from rankloom.parallel.call_order import Calls
+from rankloom.parallel.sections import Section
 
 WIDTH = 4
 
@@ -92,3 +94,20 @@ def test_where_no_call_needs_the_others_ranks_may_have_branches_of_their_own(ran
     steps = [(0, 1), (1, 0), (1, 1)] if ranks == 2 else [(0, 0, 1, 1), (1, 1, 0, 0)]   # shards of one replica go together
     for found in rl.simulate(ranks, lambda world: trained(world, steps, stage=stage), backend=backend):
         expect_right(found, steps)
+
+
+def test_backward_reaches_the_calls_of_a_section_from_the_last_to_the_first():
+    a, b = (Section(name, nn.Module(), []) for name in "ab")
+    calls = Calls()
+    for section in (a, b, a):
+        calls.note(section)
+    a.calls = 1   # as it is when the backward of its second call begins
+    assert calls.before(a, 1) == [b]
+    a.calls = 0
+    assert calls.before(a, 1) == []
+
+
+def test_a_section_that_was_gathered_in_vain_is_released_once():
+    a, b = (Section(name, nn.Module(), []) for name in "ab")
+    calls = Calls(ahead={a: None, b: None})
+    assert calls.in_vain([b]) == [a] and calls.in_vain([b]) == [] and calls.in_vain([]) == [b]
