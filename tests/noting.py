@@ -1,5 +1,7 @@
-"""What happens when: calls that say so."""
+"""What happens when: calls that say so, and calls that come late."""
 
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,3 +16,12 @@ def noting(collective: Callable[..., Any], note: Callable[[str], Any]) -> Callab
         return handle
 
     return noted
+
+
+def late(call: Callable[..., Any], draw: random.Random, most: float) -> Callable[..., Any]:
+    """`call` after a random pause of at most so many seconds: a missing wait, or ranks in another order, shows."""
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(draw.random() * most)
+        return call(*args, **kwargs)
+
+    return paused

@@ -6,7 +6,6 @@ n * 2**-53 of the sum of their sizes; n is below 200 here and AdamW divides by t
 """
 
 import random
-import time
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 import rankloom as rl
 from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, share, train_plainly
 from closeness import expect_close
+from noting import late
 
 pytestmark = pytest.mark.gloo
 
@@ -33,14 +33,7 @@ def train(world: rl.World, accumulate: int = 1, clip: float | None = 1.0, all_re
 
 def train_with_delays(world: rl.World) -> dict:
     """The same, with a random pause before every collective: a missing wait shows."""
-    draw = random.Random(world.rank)
-    plain = type(world)._collect
-
-    def late(*args, **kwargs):
-        time.sleep(draw.random() * 0.004)
-        return plain(world, *args, **kwargs)
-
-    world._collect = late
+    world._collect = late(world._collect, random.Random(world.rank), 0.004)
     return train(world, accumulate=3)
 
 

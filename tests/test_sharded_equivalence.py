@@ -4,7 +4,6 @@ The bound is that of test_equivalence.py: the same terms, added in another order
 """
 
 import random
-import time
 from functools import partial
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import rankloom as rl
 from awkward import adamw, fingerprint, loss_sum, share, train_plainly
 from blocky import Block, Inner, loss_with_penalty, make_blocky, make_turns
+from noting import late
 from rankloom.train import rules
 from rankloom.train.sharded import CanonicalShardedPlacement
 from test_equivalence import expect_equal
@@ -108,14 +108,13 @@ STAGES = {1: train_at_1, 2: train_at_2, 3: train_at_3}
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_random_delays_before_every_collective_change_nothing(stage, backend, reference):
-    def late(world):
+    def train_with_delays(world):
         draw = random.Random(world.rank)
         for group in (world, world.group("shard"), world.group("replicate")):
-            plain = type(group)._launch
-            group._launch = lambda *args, group=group, plain=plain: (time.sleep(draw.random() * 0.003), plain(group, *args))[1]
+            group._launch = late(group._launch, draw, 0.003)
         return train(world, stage)
 
-    for mine in rl.simulate(rl.Mesh(replicate=2, shard=2), late, backend=backend):
+    for mine in rl.simulate(rl.Mesh(replicate=2, shard=2), train_with_delays, backend=backend):
         expect_equal(mine, reference)
 
 

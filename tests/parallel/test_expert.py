@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import random
-import time
 from functools import partial
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import rankloom as rl
 from closeness import expect_close
 from gradients import gradients
+from noting import late
 from rankloom.base.errors import ConfigError
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
@@ -194,13 +194,7 @@ def test_late_ranks_change_nothing():
     train_once(truth, (tokens, targets))
 
     def body(world):
-        pause, deal = random.Random(world.rank), world.all_to_all
-
-        def late(*args, **kwargs):
-            time.sleep(pause.random() / 50)
-            return deal(*args, **kwargs)
-
-        world.all_to_all = late
+        world.all_to_all = late(world.all_to_all, random.Random(world.rank), 0.02)
         mine = expert_parallel(copy.deepcopy(model), world)
         train_once(mine, (tokens[world.rank::3], targets[world.rank::3]))
         expect_equal(summed_by_the_ledger(mine, world), truth)

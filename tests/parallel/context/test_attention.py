@@ -4,14 +4,13 @@ import dataclasses
 import math
 import random
 import threading
-import time
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
-from noting import noting
+from noting import late, noting
 from rankloom.base.documents import document_cuts
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
 from rankloom.models.config import GPTConfig
@@ -129,13 +128,7 @@ def test_the_next_keys_are_on_their_way_while_a_rank_computes(monkeypatch):
 
 def test_late_ranks_change_nothing():
     def body(world):
-        pause, exchange = random.Random(world.rank), world.exchange
-
-        def late(*args, **kwargs):
-            time.sleep(pause.random() / 50)
-            return exchange(*args, **kwargs)
-
-        world.exchange = late
+        world.exchange = late(world.exchange, random.Random(world.rank), 0.02)
         *inputs, grad = whole_rows(9, kv_heads=2)
         context = Context(world, 9)
         truth = [context.own(x) for x in on_one_rank(inputs, grad, True, None)]

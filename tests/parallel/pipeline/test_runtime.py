@@ -6,7 +6,6 @@ is made from rows that are laid out differently; sums of fewer than 200 terms in
 
 import gc
 import random
-import time
 import weakref
 from functools import cache, partial
 from itertools import count
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import rankloom as rl
 from awkward import make_batches, make_model
 from closeness import expect_close
+from noting import late
 from rankloom.base.errors import BatchError, ConfigError, LossError, ShapeMismatch
 from rankloom.base.loss import take_auxiliary_loss
 from rankloom.models.config import GPTConfig, MoEConfig
@@ -644,13 +644,7 @@ def test_random_delays_before_every_message_change_nothing(name):
     def body(world):
         draw = random.Random(world.rank)
         for verb in ("send", "recv"):
-            plain = getattr(world, verb)
-
-            def late(*args, plain=plain, **kwargs):
-                time.sleep(draw.random() * 0.003)
-                return plain(*args, **kwargs)
-
-            setattr(world, verb, late)
+            setattr(world, verb, late(getattr(world, verb), draw, 0.003))
         return run(world, lambda: gpt_pieces(make_gpt()), gpt_loss, schedule, batches, steps=2)
 
     expect_equal(rl.simulate(3, body), one_process(gpt_pieces(make_gpt()), gpt_loss, batches))

@@ -2,7 +2,6 @@
 
 import copy
 import random
-import time
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import rankloom as rl
 from closeness import error, expect_close
 from gradients import gradients
+from noting import late
 from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
 from rankloom.models.config import MoEConfig
 from rankloom.models.generate import generate
@@ -163,20 +163,13 @@ def test_a_split_model_writes_the_same_text(kv_heads):
             assert torch.equal(text, truth)
 
 
-def late(world: rl.World) -> None:
-    """A random pause before every collective: a missing wait, or ranks in another order, shows."""
-    pause, plain = random.Random(world.rank), type(world)._collect
-
-    def collect(*args, **kwargs):
-        time.sleep(pause.random() / 500)
-        return plain(world, *args, **kwargs)
-
-    world._collect = collect
+def pause_before_collectives(world: rl.World) -> None:
+    world._collect = late(world._collect, random.Random(world.rank), 0.002)
 
 
 @pytest.mark.parametrize("plan", ["tp_plan", "tp_sequence_plan"])
 def test_late_ranks_change_nothing(plan):
-    expect_equal(3, lambda: make(kv_heads=1), run, plan=getattr(make(), plan), before=late)
+    expect_equal(3, lambda: make(kv_heads=1), run, plan=getattr(make(), plan), before=pause_before_collectives)
 
 
 def split_and_run(world: rl.World) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
