@@ -18,7 +18,7 @@ from rankloom.train.run.config import make_config
 from rankloom.train.run.loop import build_engine
 from split_model import expect_equal
 
-from .test_gpt import late, make, run
+from .test_gpt import make, pause_before_collectives, run
 from .test_styles import PAIRS, Gated, Pair, shaken
 from .test_styles import run as run_pair
 
@@ -35,7 +35,7 @@ def test_a_gpt_in_pieces_is_the_plain_one(ranks, pieces, plan):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_late_ranks_change_nothing(plan):
-    expect_equal(3, make, run, plan=getattr(make(), plan), overlap=2, before=late)
+    expect_equal(3, make, run, plan=getattr(make(), plan), overlap=2, before=pause_before_collectives)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

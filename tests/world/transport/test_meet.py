@@ -18,7 +18,7 @@ import rankloom as rl
 from patience import AT_ONCE, STARTED
 from rankloom.base.errors import RankLost
 from rankloom.world import world as worlds
-from rankloom.world.transport import process_group
+from rankloom.world.transport import meet, process_group
 from rankloom.world.transport.meet import Reunion, hear_all, name_of, start_afresh, unset_keys
 from rankloom.world.transport.memory import map_together
 from rankloom.world.transport.process_group import SharedMemoryGroup
@@ -61,10 +61,26 @@ def test_who_is_missing_among_many_is_found_with_few_questions(missing, question
 
 def test_ranks_that_count_each_other_differently_are_all_told_so():
     store = dist.HashStore()
+
+    def start(rank, size, after):
+        time.sleep(after)   # rank 0 knows of the first by then
+        return start_afresh(store, rank, size, 20.0)
+
+    begin = time.monotonic()
     with ThreadPoolExecutor(3) as ranks:
-        started = [ranks.submit(start_afresh, store, rank, size, 2.0) for rank, size in ((0, 3), (1, 4), (2, 3))]
+        started = [ranks.submit(start, *which) for which in ((0, 3, 0), (1, 4, 0), (2, 3, 0.3))]
         for rank in started:
             with pytest.raises(rl.ConfigError, match="rank 1 was started as one of 4 ranks, rank 0 as one of 3: give all the same WORLD"):
+                rank.result()
+    assert time.monotonic() - begin < meet.SECONDS_TO_TELL   # nobody waits longer than until the last has come
+
+
+def test_a_rank_that_counts_differently_is_told_though_another_never_comes(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(meet, "SECONDS_TO_TELL", 0.1)
+    with ThreadPoolExecutor(2) as ranks:
+        for rank in [ranks.submit(start_afresh, store, rank, size, 20.0) for rank, size in ((0, 3), (1, 4))]:
+            with pytest.raises(rl.ConfigError, match="rank 1 was started as one of 4 ranks, rank 0 as one of 3"):
                 rank.result()
 
 
@@ -233,9 +249,9 @@ def test_those_that_are_gone_are_named_at_once_in_parts_of_the_part_too(rank):
     reunion = Reunion("again", dist.HashStore(), [2, 3, 4], lambda: [3, 9])
     store = dist.PrefixStore("part", reunion)
     said = rf"rank {rank + 2}: rank\(s\) 3 ended, or left, before all ranks came to make a group"
-    for meet in (start_afresh, partial(hear_all, what="it", mine="this")):
+    for meeting in (start_afresh, partial(hear_all, what="it", mine="this")):
         with pytest.raises(RankLost, match=said):
-            meet(store, rank=rank, size=P, timeout=STARTED, ranks=[2, 3, 4])
+            meeting(store, rank=rank, size=P, timeout=STARTED, ranks=[2, 3, 4])
 
 
 FILES_OF_A_PAGE = """

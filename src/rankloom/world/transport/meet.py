@@ -17,6 +17,7 @@ from rankloom.base.errors import ConfigError, RankLost
 from rankloom.world.transport.ask import ask
 
 NAP = 0.01   # seconds between two checks of which ranks have come
+SECONDS_TO_TELL = 5.0   # how long rank 0 stays to tell those that have yet to come that the ranks do not fit together
 LOOK = 0.25   # the longest time between two, where it is also checked which ranks are gone
 ALL_CAME = "all came"   # rank 0 says so, or what is wrong
 CLOSED = "the rank that serves it, usually 0, has ended, or two ranks were started with the same number"
@@ -126,15 +127,17 @@ def start_afresh(store: dist.Store, rank: int, size: int, timeout: float, *, ran
 def _lead(store: dist.Store, names: Sequence[int], timeout: float) -> dist.Store:
     name, deadline = secrets.token_hex(8), time.monotonic() + timeout
     part, answered, missing, problem = dist.PrefixStore(name, store), set[str](), list(range(1, len(names))), ""
-    while missing and not problem:
-        if time.monotonic() > deadline:
-            raise _absent(names[0], [names[rank] for rank in missing], timeout)
+    while missing and time.monotonic() < deadline:
         if reunion := _reunion(store):
             reunion.expect_all(names[0])
         # One look at a time: what is asked goes on in a thread if this rank is interrupted, and must not answer the next start's ranks.
         ask_store(partial(_answer, store, name, missing, answered), names[0], timeout)
-        missing, problem = ask_store(partial(_who_misses, part, missing, names), names[0], timeout)
+        missing, found = ask_store(partial(_who_misses, part, missing, names), names[0], timeout)
+        if found and not problem:   # those that have yet to come shall be told, not left to wait for this rank
+            problem, deadline = found, min(deadline, time.monotonic() + SECONDS_TO_TELL)
         time.sleep(NAP)
+    if missing and not problem:
+        raise _absent(names[0], [names[rank] for rank in missing], timeout)
     ask_store(lambda: part.set(ALL_CAME, problem), names[0], timeout)
     if problem:
         raise ConfigError(problem)
@@ -151,13 +154,13 @@ def _answer(store: dist.Store, name: str, missing: Sequence[int], answered: set[
 
 def _who_misses(part: dist.Store, missing: Sequence[int], names: Sequence[int]) -> tuple[list[int], str]:
     """Those that have not come yet, and what is wrong if one that has come counts other ranks than there are `names`."""
-    size, keys = len(names), {f"came/{rank}": rank for rank in missing}
+    size, keys, problem = len(names), {f"came/{rank}": rank for rank in missing}, ""
     unset = unset_keys(part, [*keys])
     for key in {*keys} - {*unset}:
         if (counts := part.get(key).decode()) != str(size):
-            return [], (f"rank {names[keys[key]]} was started as one of {counts} ranks, rank {names[0]} as one of {size}: "
-                        "give all the same WORLD_SIZE (torchrun: the same --nnodes and --nproc-per-node)")
-    return [keys[key] for key in unset], ""
+            problem = (f"rank {names[keys[key]]} was started as one of {counts} ranks, rank {names[0]} as one of {size}: "
+                       "give all the same WORLD_SIZE (torchrun: the same --nnodes and --nproc-per-node)")
+    return [keys[key] for key in unset], problem
 
 
 def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float, *, until: str | None = None) -> None:
