@@ -28,8 +28,9 @@ MADE_FOR_YOU = ("World", "Group", "Engine")   # by rl.init and rl.prepare
 DOCS = Path(__file__).parent
 PAGE, START = DOCS / "reference.md", DOCS / "start.md"
 SOURCE = DOCS.parent / "src" / "rankloom"
-FLOORS = ("base", "world", "world/transport", "comm", "shard", "parallel", "parallel/tensor", "parallel/context", "parallel/pipeline",
-          "checkpoint", "models", "data", "train", "train/blocks", "train/pipeline", "train/run", "watch", ".")
+FLOORS = ("base", "world", "world/transport", "comm", "shard", "parallel", "parallel/gradients", "parallel/sections", "parallel/replicas",
+          "parallel/tensor", "parallel/context", "parallel/pipeline", "checkpoint", "models", "data", "train",
+          "train/blocks", "train/pipeline", "train/run", "watch", ".")
 STUB = SOURCE / "__init__.pyi"
 BEGIN, END = "<!-- files -->\n", "<!-- end of files -->"
 HEAD = """# Reference

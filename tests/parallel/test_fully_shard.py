@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import rankloom as rl
 from awkward import drawn
 from rankloom.base.errors import ConfigError, ModelMismatch, UnitError
-from rankloom.parallel.wrapping import tensors_in
+from rankloom.parallel.sections.wrapping import tensors_in
 
 pytestmark = pytest.mark.gloo
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.models.loss import language_model_loss
-from rankloom.parallel.equal_start import expect_same_values
+from rankloom.parallel.replicas.equal_start import expect_same_values
 from rankloom.train.fingerprints import Numbers
 from rankloom.train.run.config import make_config, shared_settings
 

@@ -18,7 +18,7 @@ from awkward import adamw, fingerprint, loss_sum, make_batches, make_model, shar
 from patience import AT_ONCE
 from rankloom.base.errors import UnitError
 from rankloom.base.events import StepDone
-from rankloom.parallel import gradients
+from rankloom.parallel.gradients import reducer
 from rankloom.train.precision import Precision
 
 pytestmark = pytest.mark.gloo
@@ -403,7 +403,7 @@ class Breakable(nn.Module):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_that_died_half_way_on_all_ranks_leaves_nothing_behind(accumulate, deterministic, broken, monkeypatch):
     """Every gradient is a bucket, so one has left by then."""
-    monkeypatch.setattr(gradients, "ONE_HOST_BYTES", 1)
+    monkeypatch.setattr(reducer, "ONE_HOST_BYTES", 1)
 
     def body(world, steps):
         model = Breakable()

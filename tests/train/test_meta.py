@@ -15,7 +15,7 @@ from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.models.config import MoEConfig
 from rankloom.models.gpt import initial_values
 from rankloom.models.loss import language_model_loss
-from rankloom.parallel import sharding
+from rankloom.parallel.sections import sharding
 from seeded import seeded
 from storages import Storages
 

@@ -15,8 +15,8 @@ from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.models.config import MoEConfig
 from rankloom.models.moe import Experts
-from rankloom.parallel.bucket import Bucket
-from rankloom.parallel.equal_start import _lie_as_on_rank_0, make_replicas_equal
+from rankloom.parallel.gradients.bucket import Bucket
+from rankloom.parallel.replicas.equal_start import _lie_as_on_rank_0, make_replicas_equal
 from rankloom.train.precision import cast_floats
 from streams import NOW, pretend
 

@@ -16,7 +16,7 @@ from rankloom.base.errors import UnitError
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
-from rankloom.parallel.wrapping import tensors_in
+from rankloom.parallel.sections.wrapping import tensors_in
 from rankloom.train import precision
 from rankloom.train.precision import PRECISIONS, LossScale, MasterWeights, Precision, precision_named
 

@@ -15,7 +15,7 @@ from gradients import expect_equal, gradients
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
-from rankloom.parallel.wrapping import repeated_blocks
+from rankloom.parallel.sections.wrapping import repeated_blocks
 from rankloom.train import recompute as module
 from rankloom.train.blocks.budget import NONE
 from rankloom.train.blocks.forward_cost import Trace

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.parallel.equal_start import make_replicas_equal
+from rankloom.parallel.replicas.equal_start import make_replicas_equal
 
 RTOL = 1e-12   # fp64: the same terms in another order
 FUSED = {

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.parallel.axes import axes_of
-from rankloom.parallel.guards import is_sharded
 from rankloom.parallel.model_split import ModelSplit
+from rankloom.parallel.replicas.guards import is_sharded
 from rankloom.shard.norm import clip_to_norm
 
 

@@ -1,8 +1,8 @@
 """Data parallel (stage 0): every rank holds the whole model and a part of the batch; gradients are averaged over ranks.
 
 `data_parallel` is for users with a training loop of their own. Like torch's DDP it averages, and when `loss.backward()` returns,
-gradients are complete. parallel/gradients.py sums them, bucket by bucket. The engine (train/engine.py) uses the same reducer, but it
-sums gradients, and divides once by the global count.
+gradients are complete. parallel/gradients/reducer.py sums them, bucket by bucket. The engine (train/engine.py) uses the same reducer, but
+it sums gradients, and divides once by the global count.
 
 source: Li et al. 2020 (torch DDP)
 """
@@ -18,12 +18,12 @@ from rankloom.base.hooks import hook_gradient, keep_with
 from rankloom.base.names import full_name
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
-from rankloom.parallel.buffers import BufferKeeper
-from rankloom.parallel.equal_start import expect_model_and_group, expect_same_values, make_replicas_equal
-from rankloom.parallel.gradients import GradientReducer
-from rankloom.parallel.guards import watch_optimizers
-from rankloom.parallel.known_parameters import KnownParameters, expect_none_beside
-from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
+from rankloom.parallel.gradients.reducer import GradientReducer
+from rankloom.parallel.replicas.buffers import BufferKeeper
+from rankloom.parallel.replicas.equal_start import expect_model_and_group, expect_same_values, make_replicas_equal
+from rankloom.parallel.replicas.guards import watch_optimizers
+from rankloom.parallel.replicas.known_parameters import KnownParameters, expect_none_beside
+from rankloom.parallel.replicas.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.world.connect import expect_cpu_backend
 from rankloom.world.group import Group
 

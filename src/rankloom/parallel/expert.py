@@ -32,7 +32,7 @@ from rankloom.base.modes import run_together
 from rankloom.base.names import full_name
 from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.axes import note_axis
-from rankloom.parallel.follow import Guide
+from rankloom.parallel.sections.follow import Guide
 from rankloom.world.group import Group
 
 TOKEN_AXES = ("replicate", "shard", "context", "expert")   # ranks along them see different tokens
@@ -129,7 +129,7 @@ class SpreadDispatch:
     """Sends rows to experts that are spread over the ranks of a group, and their results back."""
 
     group: Group
-    guide: Guide | None = None   # directs idle ranks (parallel/follow.py)
+    guide: Guide | None = None   # directs idle ranks (parallel/sections/follow.py)
     number: int = 0              # of the layer, for the guide
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SpreadDispatch":

@@ -6,8 +6,8 @@
     sharded.clip_grad_norm_(1.0)
     optimizer.step()
 
-parallel/sharding.py says how a step goes. The engine (train/engine.py) uses the same sharding, but sums gradients, and divides once by
-the global count.
+parallel/sections/sharding.py says how a step goes. The engine (train/engine.py) uses the same sharding, but sums gradients, and divides
+once by the global count.
 """
 
 import math
@@ -27,17 +27,17 @@ from rankloom.base.names import full_name
 from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
 from rankloom.parallel.axes import expect_same_part
-from rankloom.parallel.buffers import BufferKeeper
-from rankloom.parallel.equal_start import expect_model_and_group, expect_same_values, expect_same_values_in, make_replicas_equal
-from rankloom.parallel.guards import call_hooks, guard_owners
 from rankloom.parallel.initial_values import FirstValues, InitialValues, give_memory, put_stand_ins
-from rankloom.parallel.known_parameters import KnownParameters, expect_none_beside
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.reduction_order import Reducing
-from rankloom.parallel.sharding import Moment, Sharding
-from rankloom.parallel.state_dict import expect_own_parameters, full_values, load_values, owned_pieces
-from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
-from rankloom.parallel.wrapping import AUTO, Policy, comparable, has_parameters
+from rankloom.parallel.replicas.buffers import BufferKeeper
+from rankloom.parallel.replicas.equal_start import expect_model_and_group, expect_same_values, expect_same_values_in, make_replicas_equal
+from rankloom.parallel.replicas.guards import call_hooks, guard_owners
+from rankloom.parallel.replicas.known_parameters import KnownParameters, expect_none_beside
+from rankloom.parallel.replicas.sync_batch_norm import expect_no_sync_batch_norm
+from rankloom.parallel.sections.reduction_order import Reducing
+from rankloom.parallel.sections.sharding import Moment, Sharding
+from rankloom.parallel.sections.state_dict import expect_own_parameters, full_values, load_values, owned_pieces
+from rankloom.parallel.sections.wrapping import AUTO, Policy, comparable, has_parameters
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
 from rankloom.shard.norm import clip_to_norm
 from rankloom.shard.unit import Fill, Formats
@@ -225,7 +225,7 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
 
     A mean over ranks is right only if every rank's loss is a mean over equally many items; `rl.prepare` has no such trap.
     replicas:       ranks of other groups that hold the same slices (hybrid sharding)
-    units:          which modules are gathered at once (parallel/wrapping.py)
+    units:          which modules are gathered at once (parallel/sections/wrapping.py)
     compute:        dtype of forward, backward and gathers, to which the model's inputs are cast too; left out, that of the model
     reduce:         dtype in which gradients are summed; left out, that of the model. For fp16, ranks divide before they sum
     compress:       a name of comm/compress.py: gradients are sent in fewer bytes, and sums are approximate. With `replicas` between those

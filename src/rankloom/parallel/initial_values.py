@@ -19,8 +19,8 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.names import full_name
 from rankloom.base.rng import stream
 from rankloom.base.tensors import digest, has_nan
-from rankloom.parallel.equal_start import named_state
 from rankloom.parallel.model_split import ModelSplit
+from rankloom.parallel.replicas.equal_start import named_state
 from rankloom.shard.optimizer import stand_in
 from rankloom.shard.unit import Fill
 from rankloom.world.group import Group

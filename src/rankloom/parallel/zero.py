@@ -17,7 +17,7 @@ Stage 0 is parallel/data.py; on a mesh that splits the model too, it is stage 1 
 stage its hybrid: slices are all-reduced over it (2(n/p)(r-1)/r more). Where ranks share memory (backend "rankloom", CPU, one host),
 parameters exist once at every stage: only gradients are sent, n(p-1)/p, and stages 2 and 3 are the same.
 
-source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP). Read parallel/sharding.py for how a step goes
+source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP). Read parallel/sections/sharding.py for how a step goes
 """
 
 from collections.abc import Callable, Mapping
@@ -33,10 +33,10 @@ from rankloom.base.expect import expect_type
 from rankloom.comm.compress import Summing
 from rankloom.comm.subgroup import Subgroup
 from rankloom.parallel.expert import ExpertReplicas
-from rankloom.parallel.guards import guard_parameters
-from rankloom.parallel.sections import Section
-from rankloom.parallel.sharding import Gathering, Sharding
-from rankloom.parallel.wrapping import AUTO, Policy, parameters_of_sections, section_names
+from rankloom.parallel.replicas.guards import guard_parameters
+from rankloom.parallel.sections.section import Section
+from rankloom.parallel.sections.sharding import Gathering, Sharding
+from rankloom.parallel.sections.wrapping import AUTO, Policy, parameters_of_sections, section_names
 from rankloom.shard.float8_unit import Float8Readers, Float8Unit
 from rankloom.shard.frames import Frames
 from rankloom.shard.layout import lay_out_evenly
@@ -52,7 +52,7 @@ STAGES = (1, 2, 3)
 class ShardingStrategy:
     """How a model is sharded.
 
-    units:            which modules are sections (parallel/wrapping.py)
+    units:            which modules are sections (parallel/sections/wrapping.py)
     formats:          dtypes of a parameter
     reshard_after_forward: of stage 3. True releases parameters after forward. False keeps them until backward: the traffic of ZeRO-2, for
                       more memory. A number n keeps 1/n of them on each of n neighbours: less traffic between nodes of n ranks

@@ -39,7 +39,7 @@ from rankloom.checkpoint.files import (
     write_parts,
 )
 from rankloom.checkpoint.manifest import AnnouncedPart, Manifest, Part, SavedFile, announce, assemble, assign_writers
-from rankloom.parallel.state_dict import difference, is_extra, set_extra
+from rankloom.parallel.sections.state_dict import difference, is_extra, set_extra
 from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import load_optimizer_state, whole_state
 from rankloom.train.checkpoint_parts import MODEL, OPTIMIZER, computed_entries, whole_part

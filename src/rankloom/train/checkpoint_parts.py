@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rankloom.base.spans import Box, whole_box, within
 from rankloom.checkpoint.manifest import Part
-from rankloom.parallel.state_dict import is_extra
+from rankloom.parallel.sections.state_dict import is_extra
 from rankloom.shard.optimizer import OwnedRun
 
 MODEL, OPTIMIZER = "model/", "optimizer/"   # prefixes of saved tensors: model/NAME, optimizer/KEY/NAME

@@ -18,10 +18,10 @@ from rankloom.base.expect import expect_callable, expect_type
 from rankloom.base.hooks import hooks_of
 from rankloom.parallel.axes import axes_of
 from rankloom.parallel.context.rows import RING, expect_kind
-from rankloom.parallel.equal_start import expect_fresh, expect_same_values, expect_same_values_in
-from rankloom.parallel.sync_batch_norm import expect_no_sync_batch_norm
+from rankloom.parallel.replicas.equal_start import expect_fresh, expect_same_values, expect_same_values_in
+from rankloom.parallel.replicas.sync_batch_norm import expect_no_sync_batch_norm
+from rankloom.parallel.sections.wrapping import Policy, comparable, section_names
 from rankloom.parallel.tensor.apply import expect_pieces, expect_plan
-from rankloom.parallel.wrapping import Policy, comparable, section_names
 from rankloom.parallel.zero import STAGES, expect_counts
 from rankloom.train.batch_size import LOGICAL_SHARDS
 from rankloom.train.blocks.wrap import blocks_of, classes_in

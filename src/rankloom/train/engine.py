@@ -5,7 +5,7 @@ One step:
     in the first steps, check what ranks were given             train/first_steps.py
     cut the batch into micro-batches                            train/batches.py
     for each: key the dropout, forward, loss -> (sum, count), backward of the *sum*; in the last, full buckets are sent
-    sum gradients, losses and counts over the ranks             parallel/gradients.py, or parallel/same_bits.py
+    sum gradients, losses and counts over the ranks             parallel/gradients/reducer.py, or parallel/gradients/same_bits.py
     divide once by the global count, clip by the global norm    one factor, in the optimizer's own pass: train/optimizer_step.py
                                                                 (with compression, divided before the sum: comm/compress.py)
     optimizer step; round the master weights into the model; report
@@ -31,11 +31,11 @@ from rankloom.base.events import Load, Sink, StepDone
 from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.base.shares import share
-from rankloom.parallel.buffers import BufferKeeper
 from rankloom.parallel.context.apply import called_apart
 from rankloom.parallel.context.tokens_apart import Apart
-from rankloom.parallel.equal_start import expect_same_values
-from rankloom.parallel.known_parameters import KnownParameters
+from rankloom.parallel.replicas.buffers import BufferKeeper
+from rankloom.parallel.replicas.equal_start import expect_same_values
+from rankloom.parallel.replicas.known_parameters import KnownParameters
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
 from rankloom.train.batches import cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches, step_with
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint

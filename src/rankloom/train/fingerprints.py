@@ -1,4 +1,4 @@
-"""What of a model and an optimizer must be the same on all ranks, as small values to compare (parallel/equal_start.py).
+"""What of a model and an optimizer must be the same on all ranks, as small values to compare (parallel/replicas/equal_start.py).
 
 A host with an older file, or a learning rate that depends on the rank, would raise no error: training would only be wrong.
 """

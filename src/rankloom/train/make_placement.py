@@ -18,12 +18,12 @@ from rankloom.base.hooks import is_hooked
 from rankloom.base.tensors import keep_until_read
 from rankloom.comm.compress import Summing
 from rankloom.parallel.data import embeddings
-from rankloom.parallel.equal_start import expect_same_values
 from rankloom.parallel.expert import TOKEN_AXES, ExpertReplicas
-from rankloom.parallel.gradients import GradientReducer
+from rankloom.parallel.gradients.reducer import GradientReducer
+from rankloom.parallel.gradients.same_bits import CanonicalReducer
 from rankloom.parallel.initial_values import FirstValues, give_memory
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.same_bits import CanonicalReducer
+from rankloom.parallel.replicas.equal_start import expect_same_values
 from rankloom.parallel.zero import ShardingStrategy, shard
 from rankloom.shard.matrices import lay_out_matrices
 from rankloom.shard.optimizer import Build, Optimizer, give_owners, make_optimizer, needs_whole_matrices, stand_in

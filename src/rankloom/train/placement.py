@@ -2,11 +2,11 @@
 
 The engine runs the same step over both:
 
-    stage 0      ReplicatedPlacement   master weights and buckets; parallel/gradients.py
+    stage 0      ReplicatedPlacement   master weights and buckets; parallel/gradients/reducer.py
     stages 1-3   ShardedPlacement      units and their slices; train/sharded.py
 
-Each has a twin, Canonical..., for deterministic training (parallel/same_bits.py). `owners` are the tensors that the optimizer updates:
-parameters, their fp32 masters, or slices of either.
+Each has a twin, Canonical..., for deterministic training (parallel/gradients/same_bits.py). `owners` are the tensors that the optimizer
+updates: parameters, their fp32 masters, or slices of either.
 """
 
 import time
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from rankloom.base.errors import ModelMismatch
 from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
-from rankloom.parallel.gradients import GradientReducer
-from rankloom.parallel.guards import watch_optimizers
-from rankloom.parallel.same_bits import CanonicalReducer
-from rankloom.parallel.state_dict import difference, shapes_in
+from rankloom.parallel.gradients.reducer import GradientReducer
+from rankloom.parallel.gradients.same_bits import CanonicalReducer
+from rankloom.parallel.replicas.guards import watch_optimizers
+from rankloom.parallel.sections.state_dict import difference, shapes_in
 from rankloom.shard.optimizer import Optimizer, OwnedRun
 from rankloom.shard.optimizer_state import gather_optimizer_state
 from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
@@ -257,7 +257,7 @@ class ReplicatedPlacement(Placement):
 
 
 class CanonicalReplicatedPlacement(ReplicatedPlacement):
-    """Stage 0, where bits do not depend on the number of ranks (parallel/same_bits.py)."""
+    """Stage 0, where bits do not depend on the number of ranks (parallel/gradients/same_bits.py)."""
 
     _reducer: CanonicalReducer
 

@@ -25,7 +25,7 @@ from rankloom.base.errors import ConfigError, UnitError, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import copy_user_attributes
 from rankloom.base.tensors import expect_number_format, keep_until_read
-from rankloom.parallel.wrapping import has_forward, read_by
+from rankloom.parallel.sections.wrapping import has_forward, read_by
 from rankloom.shard.away import watch, writes
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe

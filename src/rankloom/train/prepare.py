@@ -25,10 +25,10 @@ from rankloom.base.tensors import keep_until_read
 from rankloom.comm.choose import BACKEND
 from rankloom.comm.compress import EXACT, Summing
 from rankloom.parallel.context.rows import RING
-from rankloom.parallel.equal_start import expect_same_tensors, expect_same_values, make_replicas_equal
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.initial_values import FirstValues, InitialValues, put_stand_ins
-from rankloom.parallel.wrapping import AUTO, Policy
+from rankloom.parallel.replicas.equal_start import expect_same_tensors, expect_same_values, make_replicas_equal
+from rankloom.parallel.sections.wrapping import AUTO, Policy
 from rankloom.parallel.zero import ShardingStrategy
 from rankloom.shard.optimizer import Build, expect_build
 from rankloom.shard.unit import Fill

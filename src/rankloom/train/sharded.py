@@ -1,4 +1,4 @@
-"""Placements of stages 1 to 3: units and their slices (parallel/sharding.py). On meshes that also split layers, slices of the parts.
+"""Placements of stages 1 to 3: units and their slices (parallel/sections/sharding.py). Where a mesh splits layers too: slices of the parts.
 
 Read train/placement.py before this file; parallel/zero.py has the table of stages.
 """
@@ -16,11 +16,11 @@ from rankloom.base.errors import LossError
 from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
 from rankloom.parallel.expert import guide_layers
+from rankloom.parallel.gradients.same_bits import TOTALS, ShardFolds
 from rankloom.parallel.model_split import Goal, ModelSplit
-from rankloom.parallel.reduction_order import Reducing
-from rankloom.parallel.same_bits import TOTALS, ShardFolds
-from rankloom.parallel.sharding import Sharding
-from rankloom.parallel.state_dict import expect_own_parameters, load_values, owned_pieces, units_of, value_entries
+from rankloom.parallel.sections.reduction_order import Reducing
+from rankloom.parallel.sections.sharding import Sharding
+from rankloom.parallel.sections.state_dict import expect_own_parameters, load_values, owned_pieces, units_of, value_entries
 from rankloom.shard.norm import norm_of, norms_of
 from rankloom.shard.optimizer import Optimizer, OwnedRun
 from rankloom.shard.optimizer_state import Entry, state_entries, whole_state
@@ -57,7 +57,7 @@ class ShardedPlacement(Placement):
         return self.group, self.sharding.replicas, self.split.tensor, self.split.expert, self.split.context
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Where a forward gathers parameters or sends rows to experts, a rank without a batch still takes part (parallel/follow.py)."""
+        """Where a forward gathers parameters or sends rows to experts, ranks without a batch take part too: parallel/sections/follow.py."""
         pending, sharding = iter(batches), self.sharding
         if not sharding.gathering.reshards:   # then parameters are gathered once for all forwards
             sharding.make_ready()

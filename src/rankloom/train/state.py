@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.base.tensors import digest
-from rankloom.parallel.state_dict import without_values
+from rankloom.parallel.sections.state_dict import without_values
 from rankloom.shard.optimizer import Optimizer
 from rankloom.shard.optimizer_state import load_optimizer_state, misfit
 from rankloom.train.fp8 import Float8Layers

@@ -7,12 +7,12 @@ from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_callable, expect_type
-from rankloom.parallel.equal_start import make_replicas_equal
 from rankloom.parallel.pipeline.cut import Piece, balance, expect_pieces, find_tied, make_stages
 from rankloom.parallel.pipeline.measure import MeasuredPiece, measure_pieces, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import HOOKS, Hooks, Loss, MicroBatch, Pipeline
 from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
+from rankloom.parallel.replicas.equal_start import make_replicas_equal
 from rankloom.world.connect import expect_cpu_backend
 from rankloom.world.group import Group
 

@@ -17,7 +17,7 @@ from torch import nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_type
 from rankloom.parallel.pipeline.runtime import Tied
-from rankloom.parallel.wrapping import has_parameters, tensors_in
+from rankloom.parallel.sections.wrapping import has_parameters, tensors_in
 
 T = TypeVar("T")
 Piece = tuple[Mapping[str, nn.Module | nn.Parameter], Callable[..., Any]]

@@ -22,7 +22,7 @@ from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
 from rankloom.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline, received
 from rankloom.parallel.pipeline.simulate import Costs, Timeline, TimeSlot
 from rankloom.parallel.pipeline.split_backward import Product, backward_to_inputs, deferring, finish_products
-from rankloom.parallel.wrapping import tensors_in
+from rankloom.parallel.sections.wrapping import tensors_in
 from rankloom.world.group import Group
 
 TURNS = 5

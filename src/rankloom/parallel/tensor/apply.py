@@ -23,15 +23,15 @@ from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.base.names import is_inside
 from rankloom.parallel.axes import note_axis
-from rankloom.parallel.equal_start import expect_model_and_group, make_replicas_equal
-from rankloom.parallel.guards import guard_part
+from rankloom.parallel.replicas.equal_start import expect_model_and_group, make_replicas_equal
+from rankloom.parallel.replicas.guards import guard_part
+from rankloom.parallel.sections.wrapping import repeated_blocks
 from rankloom.parallel.tensor.between import watch_dropout
 from rankloom.parallel.tensor.cutting import Cutting, Site
 from rankloom.parallel.tensor.holding import Holding, held_parameters, sum_partial_gradients
 from rankloom.parallel.tensor.same_function import keep_whole, look_before_first_call
 from rankloom.parallel.tensor.styles import COLUMNS, OWNERS, ROWS, STYLES, is_transposed, out_features
 from rankloom.parallel.tensor.tags import watch
-from rankloom.parallel.wrapping import repeated_blocks
 from rankloom.world.group import Group
 
 _GPT2 = {

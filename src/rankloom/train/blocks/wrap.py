@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.names import full_name
 from rankloom.base.tensors import version_of
-from rankloom.parallel.wrapping import Policy, has_forward, may_be_a_block, repeated_blocks
+from rankloom.parallel.sections.wrapping import Policy, has_forward, may_be_a_block, repeated_blocks
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -31,9 +31,9 @@ from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
 from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
 from rankloom.parallel.pipeline.tied import sum_tied
-from rankloom.parallel.sharding import Sharding
-from rankloom.parallel.state_dict import changed_parameter
-from rankloom.parallel.wrapping import Policy, section_names
+from rankloom.parallel.sections.sharding import Sharding
+from rankloom.parallel.sections.state_dict import changed_parameter
+from rankloom.parallel.sections.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import PLAIN_VALUES, Entry

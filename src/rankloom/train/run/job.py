@@ -17,7 +17,7 @@ from rankloom.data.arrays import Tokens
 from rankloom.data.corpus import Corpus, prepare_corpus, tokenizer_hash
 from rankloom.data.loader import TokenSamples
 from rankloom.models.config import GPTConfig, MoEConfig, parameter_count
-from rankloom.parallel.equal_start import expect_same_values
+from rankloom.parallel.replicas.equal_start import expect_same_values
 from rankloom.train.long_work import while_others_wait
 from rankloom.train.run.folder import claim_run_folder, describe_environment, hold, no_empty_folder, write_json, write_run_config
 from rankloom.train.run.schema import Config

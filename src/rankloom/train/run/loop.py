@@ -17,7 +17,7 @@ from rankloom.data.loader import Batch, Loader, evaluation_batches
 from rankloom.models.config import GPTConfig, parameter_count
 from rankloom.models.gpt import GPT, initial_values
 from rankloom.models.loss import language_model_loss
-from rankloom.parallel.equal_start import expect_same_values
+from rankloom.parallel.replicas.equal_start import expect_same_values
 from rankloom.train.engine import Engine
 from rankloom.train.prepare import prepare
 from rankloom.train.run.config import shared_settings, with_ranks

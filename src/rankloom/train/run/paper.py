@@ -19,7 +19,7 @@ from rankloom.base.shares import share
 from rankloom.models.config import GPTConfig
 from rankloom.parallel.context.part import Context
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.state_dict import owned_pieces
+from rankloom.parallel.sections.state_dict import owned_pieces
 from rankloom.shard.optimizer import OwnedRun
 from rankloom.train.engine import Engine
 from rankloom.train.memory_report import Held

@@ -8,7 +8,7 @@ from enum import Enum
 
 import torch
 
-from rankloom.parallel.sections import Section
+from rankloom.parallel.sections.section import Section
 from rankloom.world.group import Group
 
 

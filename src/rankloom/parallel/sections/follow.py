@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rankloom.base.names import is_inside
 from rankloom.base.scoped import temporarily
-from rankloom.parallel.sections import Section
+from rankloom.parallel.sections.section import Section
 from rankloom.world.group import Group
 
 ASKING, ENDED, SECTION, LAYER = range(4)

@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rankloom.base.errors import UnitError
 from rankloom.base.hooks import waiting_for
 from rankloom.base.scoped import temporarily
-from rankloom.parallel.agree import agree
-from rankloom.parallel.gradients import GradientReducer
-from rankloom.parallel.sharding import Sharding
+from rankloom.parallel.gradients.reducer import GradientReducer
+from rankloom.parallel.replicas.agree import agree
+from rankloom.parallel.sections.sharding import Sharding
 from rankloom.shard.optimizer import is_elementwise
 
 # Attributes of parameters: the plain name, of one that sharding has cut; of a slice, the `Updates` to tell; the name of one of which tensor

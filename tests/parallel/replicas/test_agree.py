@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rankloom as rl
-from rankloom.parallel.agree import APART, agree
+from rankloom.parallel.replicas.agree import APART, agree
 
 HASH = 2**32 - 1   # the largest that ranks compare
 

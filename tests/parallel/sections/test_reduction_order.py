@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.parallel.reduction_order import Queue, Reducing
-from rankloom.parallel.sections import Section
+from rankloom.parallel.sections.reduction_order import Queue, Reducing
+from rankloom.parallel.sections.section import Section
 
 WIDTH = 4
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.comm.compress import Summing
-from rankloom.parallel.gradients import GradientReducer
+from rankloom.parallel.gradients.reducer import GradientReducer
 
 
 class Three(nn.Module):

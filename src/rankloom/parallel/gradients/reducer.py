@@ -38,10 +38,10 @@ from rankloom.base.scoped import temporarily
 from rankloom.base.tensors import copy_into
 from rankloom.comm.compress import Summing
 from rankloom.comm.worker import start_beside, worker_beside
-from rankloom.parallel.agree import agree
-from rankloom.parallel.arrivals import Arrivals
-from rankloom.parallel.bucket import Bucket
-from rankloom.parallel.embedding_gradients import EmbeddingGradients
+from rankloom.parallel.gradients.arrivals import Arrivals
+from rankloom.parallel.gradients.bucket import Bucket
+from rankloom.parallel.gradients.embeddings import EmbeddingGradients
+from rankloom.parallel.replicas.agree import agree
 from rankloom.shard.flat import by_dtype, cut_into_buckets
 from rankloom.world.group import Group
 

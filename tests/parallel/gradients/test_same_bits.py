@@ -8,7 +8,7 @@ import rankloom as rl
 from awkward import fingerprint, loss_sum, make_batches, make_model, share
 from rankloom.base import shares
 from rankloom.comm.canonical import Fold, Node
-from rankloom.parallel.same_bits import CanonicalReducer
+from rankloom.parallel.gradients.same_bits import CanonicalReducer
 
 
 class Model(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.parallel import sync_batch_norm
+from rankloom.parallel.replicas import sync_batch_norm
 
 
 def made():

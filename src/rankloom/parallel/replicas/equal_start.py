@@ -18,8 +18,8 @@ from rankloom.base.expect import expect_type
 from rankloom.base.hooks import keeps, waiting_for
 from rankloom.base.tensors import bytes_of, keep_until_read, overwrite, strided_parts
 from rankloom.parallel.axes import expect_same_part
-from rankloom.parallel.buffers import address_of
-from rankloom.parallel.guards import is_sharded
+from rankloom.parallel.replicas.buffers import address_of
+from rankloom.parallel.replicas.guards import is_sharded
 from rankloom.shard.flat import cut_into_buckets, kept_strides
 from rankloom.world.group import Group
 

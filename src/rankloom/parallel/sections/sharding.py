@@ -13,7 +13,7 @@ Prefetching follows the order of calls in the last pass. Reductions follow an or
 branches, but collectives must match. At stages 1 and 2 nothing is released, and each section is gathered once, after the update.
 
 With `sync(False)` gradients are accumulated unreduced, at full size, in sections that are reduced once a step.
-Read parallel/sections.py before this file. parallel/zero.py builds a `Sharding`; parallel/fully_shard.py wraps one for your own loop.
+Read parallel/sections/section.py before this file. parallel/zero.py builds a `Sharding`; fully_shard.py wraps one for your own loop.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,13 +30,13 @@ from rankloom.base.errors import UnitError
 from rankloom.base.hooks import hook_before_others, hook_gradient
 from rankloom.base.modes import run_together
 from rankloom.base.scoped import temporarily
-from rankloom.parallel.agree import agree
-from rankloom.parallel.call_order import Calls
 from rankloom.parallel.expert import ExpertReplicas
-from rankloom.parallel.follow import Guide
-from rankloom.parallel.reduction_order import Queue, Reducing
-from rankloom.parallel.sections import Section, SectionHook, inside_of_transform, make_gradients
-from rankloom.parallel.wrapping import tensors_in
+from rankloom.parallel.replicas.agree import agree
+from rankloom.parallel.sections.call_order import Calls
+from rankloom.parallel.sections.follow import Guide
+from rankloom.parallel.sections.reduction_order import Queue, Reducing
+from rankloom.parallel.sections.section import Section, SectionHook, inside_of_transform, make_gradients
+from rankloom.parallel.sections.wrapping import tensors_in
 from rankloom.shard.frames import Frames
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.sums import UnitSums

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.comm.canonical import Fold, Node, canonical_all_reduce
-from rankloom.parallel.gradients import GradientReducer
+from rankloom.parallel.gradients.reducer import GradientReducer
 from rankloom.world.group import Group
 
 CACHED_BYTES = 8 << 20   # a bucket is distributed, folded and gathered before the next one: it should fit in the cache

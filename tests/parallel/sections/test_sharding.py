@@ -20,7 +20,7 @@ from blocky import make_blocky, make_turns
 from rankloom.base.errors import CollectiveTimeout, NonFinite, UnitError
 from rankloom.models.config import GPTConfig
 from rankloom.models.loss import language_model_loss
-from rankloom.parallel.wrapping import section_names
+from rankloom.parallel.sections.wrapping import section_names
 from rankloom.shard.offload import Host
 
 WIDTH = 6

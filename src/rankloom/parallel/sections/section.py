@@ -3,7 +3,7 @@
     calls      counts its forwards whose backward is still to come
     settled    its backward is over: its parameters may be released, its gradients reduced
 
-Read shard/unit.py and shard/gradient.py before this file; parallel/sharding.py moves sections through a step.
+Read shard/unit.py and shard/gradient.py before this file; parallel/sections/sharding.py moves sections through a step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from rankloom.base.errors import CollectiveTimeout, UnitError
-from rankloom.parallel.known_parameters import LOAD
-from rankloom.parallel.wrapping import tensors_in
+from rankloom.parallel.replicas.known_parameters import LOAD
+from rankloom.parallel.sections.wrapping import tensors_in
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
 from rankloom.shard.gradient import BufferPool, Gradient, size_of
 from rankloom.shard.sums import UnitSums

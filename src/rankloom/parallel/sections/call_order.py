@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rankloom.base.errors import UnitError
 from rankloom.base.names import is_inside
-from rankloom.parallel.sections import CALL_ALIKE, Section
+from rankloom.parallel.sections.section import CALL_ALIKE, Section
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ModelMismatch, UnitError
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.sharding import Sharding
+from rankloom.parallel.sections.sharding import Sharding
 from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import Entry, join_pieces
 from rankloom.shard.unit import Unit

@@ -6,8 +6,8 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.errors import UnitError
-from rankloom.parallel.call_order import Calls
-from rankloom.parallel.sections import Section
+from rankloom.parallel.sections.call_order import Calls
+from rankloom.parallel.sections.section import Section
 
 WIDTH = 4
 
