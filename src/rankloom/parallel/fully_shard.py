@@ -6,8 +6,8 @@
     sharded.clip_grad_norm_(1.0)
     optimizer.step()
 
-parallel/sections/sharding.py says how a step goes. The engine (train/engine.py) uses the same sharding, but sums gradients, and divides
-once by the global count.
+parallel/sections/forward_backward.py says how a step goes. The engine (train/engine.py) uses the same sharding, but sums gradients,
+and divides once by the global count.
 """
 
 import math
@@ -34,8 +34,9 @@ from rankloom.parallel.replicas.equal_start import expect_model_and_group, expec
 from rankloom.parallel.replicas.guards import call_hooks, guard_owners
 from rankloom.parallel.replicas.known_parameters import KnownParameters, expect_none_beside
 from rankloom.parallel.replicas.sync_batch_norm import expect_no_sync_batch_norm
+from rankloom.parallel.sections.forward_backward import Moment
 from rankloom.parallel.sections.reduction_order import Reducing
-from rankloom.parallel.sections.sharding import Moment, Sharding
+from rankloom.parallel.sections.sharding import Sharding
 from rankloom.parallel.sections.state_dict import expect_own_parameters, full_values, load_values, owned_pieces
 from rankloom.parallel.sections.wrapping import AUTO, Policy, comparable, has_parameters
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
@@ -66,7 +67,7 @@ class FullySharded(nn.Module):
         self._compute, self._split = compute, ModelSplit.found_in(module, sharding.group.alone())
         self._missing = 0   # how many keys torch had missed when it began to load this as part of another module
         self.register_load_state_dict_post_hook(_forget_missing)
-        sharding.on_moment = self._on_moment
+        sharding.forward_backward.on_moment = self._on_moment
         guard_owners(self._owners.values(), sharding)
         module.zero_grad = self.zero_grad   # type: ignore[method-assign]   # its own would find no gradients, and these would add up
 
@@ -203,7 +204,7 @@ class FullySharded(nn.Module):
     def _on_moment(self, moment: Moment) -> None:
         if moment is Moment.BACKWARD:
             self._follow_freezing()
-        elif self._sharding.reducing is Reducing.ALL:
+        elif self._sharding.forward_backward.reducing is Reducing.ALL:
             _, alike = self._sharding.finish(mark=max((keeper.mark() for keeper in self._keepers), default=0))
             self._summing.end_step()
             for keeper in self._keepers:

@@ -17,7 +17,7 @@ Stage 0 is parallel/data.py; on a mesh that splits the model too, it is stage 1 
 stage its hybrid: slices are all-reduced over it (2(n/p)(r-1)/r more). Where ranks share memory (backend "rankloom", CPU, one host),
 parameters exist once at every stage: only gradients are sent, n(p-1)/p, and stages 2 and 3 are the same.
 
-source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP). Read parallel/sections/sharding.py for how a step goes
+source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP). Read parallel/sections/forward_backward.py for how a step goes
 """
 
 from collections.abc import Callable, Mapping
@@ -34,8 +34,9 @@ from rankloom.comm.compress import Summing
 from rankloom.comm.subgroup import Subgroup
 from rankloom.parallel.expert import ExpertReplicas
 from rankloom.parallel.replicas.guards import guard_parameters
+from rankloom.parallel.sections.forward_backward import Gathering
 from rankloom.parallel.sections.section import Section
-from rankloom.parallel.sections.sharding import Gathering, Sharding
+from rankloom.parallel.sections.sharding import Sharding
 from rankloom.parallel.sections.wrapping import AUTO, Policy, parameters_of_sections, section_names
 from rankloom.shard.float8_unit import Float8Readers, Float8Unit
 from rankloom.shard.frames import Frames

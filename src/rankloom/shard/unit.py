@@ -13,7 +13,7 @@ Where the whole resides differs, and only this file knows:
 - kept (stages 1, 2): `whole` stays in memory, and is gathered once after each update.
 - common: ranks that share memory map one and the same `whole`. Each writes its slice, and a gather is a barrier.
 
-Read shard/layout.py before this file. parallel/sections/sharding.py decides when a unit is gathered; shard/gradient.py has its gradient.
+Read layout.py first. parallel/sections/forward_backward.py says when a unit is gathered; shard/gradient.py has its gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping

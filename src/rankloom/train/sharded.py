@@ -41,7 +41,7 @@ class ShardedPlacement(Placement):
 
     def __init__(self, model: nn.Module, sharding: Sharding, world: World, split: ModelSplit, *, summing: Summing):
         self.model, self.sharding, self.split, self.summing = model, sharding, split, summing
-        sharding.reducing = Reducing.NOTHING   # a backward outside a step sends nothing
+        sharding.forward_backward.reducing = Reducing.NOTHING   # a backward outside a step sends nothing
         self.owners: Mapping[str, nn.Parameter] = sharding.owners()
         self.group, self._world, self._everyone = sharding.group, world, sharding.group
         if is_split(world):   # the ranks that hold different elements
@@ -87,7 +87,7 @@ class ShardedPlacement(Placement):
         """Forget all gradients."""
         self.sharding.expect_published("not by `engine.step`", "leave updates to the engine (`optimizer.step()` too), and give it values "
                                        "by `engine.load_full_state_dict`")
-        self.sharding.abandon()
+        self.sharding.forward_backward.abandon()
 
     @contextmanager
     def sync(self, on: bool) -> Iterator[None]:
@@ -96,13 +96,13 @@ class ShardedPlacement(Placement):
         """
         sharding = self.sharding
         with sharding.sync(on):
-            sharding.begin_pass()
+            sharding.forward_backward.begin()
             yield
-            if sharding.gathers_in_forward and not sharding.is_over:
+            if sharding.gathers_in_forward and not sharding.forward_backward.is_over:
                 raise LossError(f"rank {self.group.world_rank}: the loss of a micro-batch depends on no parameter, and where a "
                                 "backward gathers parameters all ranks take part; where there is nothing to sum, return for "
                                 "example `logits.sum() * 0, 0`")
-            sharding.end_backward()
+            sharding.forward_backward.end_backward()
 
     def without_reduction(self) -> AbstractContextManager[None]:
         """Gradients stay unsharded, and are not reduced."""
@@ -113,8 +113,8 @@ class ShardedPlacement(Placement):
         self.summing.weigh(items, scale, (self.sharding.group, self.sharding.replicas))
 
     def run_backward(self, loss: Tensor) -> None:
-        """See `Sharding.run_backward`."""
-        self.sharding.run_backward(loss)
+        """See `ForwardBackward.run_backward`."""
+        self.sharding.forward_backward.run_backward(loss)
 
     def finish(self, totals: Tensor | None, mark: int) -> tuple[Tensor, bool]:
         """Reductions have ended with the backward. Agree which parameters were used on any rank, and sum the totals."""

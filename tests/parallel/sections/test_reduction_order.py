@@ -40,7 +40,7 @@ def run(world: rl.World) -> tuple[list[str], list[str]]:
     for _ in range(2):
         seen.clear()
         model(torch.ones(2, WIDTH)).sum().backward()
-    return list(seen), [section.name for section in model._sharding._queue.order]
+    return list(seen), [section.name for section in model._sharding.forward_backward._queue.order]
 
 
 def test_the_order_is_that_in_which_backward_ended_with_the_sections():

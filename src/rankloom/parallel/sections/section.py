@@ -3,7 +3,7 @@
     calls      counts its forwards whose backward is still to come
     settled    its backward is over: its parameters may be released, its gradients reduced
 
-Read shard/unit.py and shard/gradient.py before this file; parallel/sections/sharding.py moves sections through a step.
+Read shard/unit.py and shard/gradient.py before this file; forward_backward.py moves sections through a step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -205,6 +205,11 @@ def _will_get_gradient(param: nn.Parameter) -> bool:
         return torch._C._will_engine_execute_node(node)   # type: ignore[attr-defined]
     except RuntimeError:   # torch raises inside `torch.autograd.grad`, which sets no `.grad`
         return False
+
+
+def gradients_of(sections: Iterable[Section]) -> list[Gradient]:
+    """Those of all units, in the order of the sections."""
+    return [gradient for section in sections for gradient in section.gradients]
 
 
 def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -> list[ParameterPlace]:

@@ -1,42 +1,23 @@
-"""Sharding over a step: sections are gathered when they are called, and their gradients reduced while backward goes on.
+"""A sharded model, as a training loop sees it: backward passes that reduce or do not, agreement at the end of a step, the update.
 
-Communication plan of stage 3, for sections 0 (the root), 1, 2 ... in the order of their calls:
-
-    forward     gather 0
-                before i: wait until i is gathered, prefetch i+1
-                after i: release it (0 stays)
-    backward    before i: start to reduce-scatter the sections whose backward is over, release them,
-                          wait until i is gathered, prefetch the one called before it
-    end         reduce the sections that are left, release 0, agree which parameters were used on any rank
-
-Prefetching follows the order of calls in the last pass. Reductions follow an order that ranks have agreed on: ranks may take different
-branches, but collectives must match. At stages 1 and 2 nothing is released, and each section is gathered once, after the update.
-
-With `sync(False)` gradients are accumulated unreduced, at full size, in sections that are reduced once a step.
-Read parallel/sections/section.py before this file. parallel/zero.py builds a `Sharding`; fully_shard.py wraps one for your own loop.
+forward_backward.py says when sections are gathered, released and reduced in between. Read it before this file. parallel/zero.py builds a
+`Sharding`; parallel/fully_shard.py wraps one for your own loop.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from enum import Enum
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import UnitError
-from rankloom.base.hooks import hook_before_others, hook_gradient
 from rankloom.base.modes import run_together
 from rankloom.base.scoped import temporarily
 from rankloom.parallel.expert import ExpertReplicas
 from rankloom.parallel.replicas.agree import agree
-from rankloom.parallel.sections.call_order import Calls
 from rankloom.parallel.sections.follow import Guide
+from rankloom.parallel.sections.forward_backward import ForwardBackward, Gathering
 from rankloom.parallel.sections.reduction_order import Queue, Reducing
-from rankloom.parallel.sections.section import Section, SectionHook, inside_of_transform, make_gradients
-from rankloom.parallel.sections.wrapping import tensors_in
+from rankloom.parallel.sections.section import Section, gradients_of, make_gradients
 from rankloom.shard.frames import Frames
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.sums import UnitSums
@@ -44,33 +25,8 @@ from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
 
 
-class Moment(Enum):
-    """Where in a step the model is."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    AFTER_BACKWARD = "after backward"
-
-
-@dataclass(frozen=True, slots=True)
-class Gathering:
-    """When sections are in memory.
-
-    reshards: a section is released between its forward and its backward, unless all its memory stays
-    near:     the neighbours over whom it is cut meanwhile; None: all ranks of the shard axis
-    ahead:    how many sections are prefetched while one is in use
-    hooked:   hooks on modules gather and reduce; else the caller does, by `make_ready` and `collect`
-    """
-
-    reshards: bool
-    near: Group | None
-    ahead: int
-    hooked: bool
-
-
 class Sharding:
-    """The sections of one model on one rank, moved through forward and backward by hooks.
+    """The sections of one model on one rank.
 
     sections:       the root first
     group:          the shard axis             replicas: ranks with the same slice
@@ -87,30 +43,13 @@ class Sharding:
         self.sections, self.group, self.replicas = list(sections), group, replicas
         self.gathering = replace(gathering, reshards=gathering.reshards and any(not unit.stays for unit in self.units))
         self.pool = make_gradients(sections, sums_of, keep=keep_gradients, frames=frames, scale=scale)
-        self.reducing = Reducing.ALL
-        self._calls = Calls()
-        self._queue = Queue(self.sections, group, replicas)
-        self._moment = Moment.IDLE
-        self._releases_root = True   # after a forward without gradients
         self.guide = Guide(experts.together if experts else group)   # directs ranks that `follow` a forward
-        self.on_moment: Callable[[Moment], None] | None = None   # called when a backward begins, and when it has ended
-        if self.gathering.reshards:
-            self.sections[0].gather_for_part = self._gather_root
-        for section in self.sections if gathering.hooked else ():
-            self._watch(section)
+        queue = Queue(self.sections, group, replicas)
+        self.forward_backward = ForwardBackward(self.sections, group.world_rank, self.gathering,
+                                                queue=queue, guide=self.guide, pool=self.pool)
         if self.gathers_in_forward:
             run_together(self.sections[0].module)
         self._gather_kept()
-
-    # ------------------------------------------------------------------ called by the training loop
-
-    def sync(self, on: bool) -> AbstractContextManager[None]:
-        """Whether backward passes inside are the last of a step, in which all gradients are reduced."""
-        return temporarily(self, reducing=Reducing.ALL if on else Reducing.EACH_TIME)
-
-    def without_reduction(self) -> AbstractContextManager[None]:
-        """Backward passes inside reduce nothing: they leave this rank's own whole gradients, whatever memory that takes."""
-        return temporarily(self, reducing=Reducing.NOTHING)
 
     @property
     def units(self) -> list[Unit]:
@@ -119,18 +58,21 @@ class Sharding:
 
     def gradients(self) -> list[Gradient]:
         """Those of all units, in the order of the sections."""
-        return [gradient for section in self.sections for gradient in section.gradients]
+        return gradients_of(self.sections)
 
-    def abandon(self) -> None:
-        """Drop all gradients, and clean up after a backward that raised."""
-        self._moment = Moment.IDLE
-        for gradient in self.gradients():
-            gradient.abandon()
-        for section in self.sections:
-            section.forget_pass()
-        self._calls.begin_pass()
-        self._calls.order_hash = 0
-        self.release()
+    def owners(self) -> dict[str, nn.Parameter]:
+        """The slices that an optimizer updates, under the plain names."""
+        return {name: owner for gradient in self.gradients() for name, owner in gradient.unit.owners.items()}
+
+    # ------------------------------------------------------------------ backward passes, and the end of a step
+
+    def sync(self, on: bool) -> AbstractContextManager[None]:
+        """Whether backward passes inside are the last of a step, in which all gradients are reduced."""
+        return temporarily(self.forward_backward, reducing=Reducing.ALL if on else Reducing.EACH_TIME)
+
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """Backward passes inside reduce nothing: they leave this rank's own whole gradients, whatever memory that takes."""
+        return temporarily(self.forward_backward, reducing=Reducing.NOTHING)
 
     def finish(self, totals: Tensor | None = None, mark: int = 0) -> tuple[Tensor | None, bool]:
         """After the last backward of a step: drop the gradients of parameters that no rank used. A collective.
@@ -141,16 +83,18 @@ class Sharding:
         names = [name for gradient in self.gradients() for name in gradient.unit.params]
         used = {name for gradient in self.gradients() for name in gradient.used}
         flags = [name in used for name in names]
-        order_hash = self._calls.order_hash
+        order_hash = self.forward_backward.calls.order_hash
         (most, least, high, low), flags, totals = agree([order_hash, -order_hash, mark, -mark], flags, totals, self.group)
         (differ, high, low), flags, totals = agree([most != -least, high, low], flags, totals, self.replicas)
-        self._calls.end_step(self.group.world_rank, alike=not differ)
+        self.forward_backward.calls.end_step(self.group.world_rank, alike=not differ)
         anywhere = {name for name, flag in zip(names, flags) if flag}
         for host in {unit.host for unit in self.units if unit.host}:
             host.wait()
         for gradient in self.gradients():
             gradient.keep_used(anywhere)
         return totals, high == -low
+
+    # ------------------------------------------------------------------ the update
 
     def wait_for_readers(self) -> None:
         """Before an update: where ranks share memory, wait until none reads the old values any more. There it is a collective."""
@@ -161,10 +105,6 @@ class Sharding:
         """Raise UnitError when slices were changed, but not published. how, remedy: for the message, see `Unit`"""
         for unit in self.units:
             unit.expect_published(how, remedy)
-
-    def owners(self) -> dict[str, nn.Parameter]:
-        """The slices that an optimizer updates, under the plain names."""
-        return {name: owner for gradient in self.gradients() for name, owner in gradient.unit.owners.items()}
 
     def publish(self) -> None:
         """After an update of the slices: renew the parameters. Start to gather those that stay in memory."""
@@ -177,6 +117,13 @@ class Sharding:
             if all(unit.stays for unit in section.units):
                 section.start_gather()
 
+    # ------------------------------------------------------------------ forwards without gradients
+
+    def make_ready(self) -> None:
+        """Gather all sections, for code that reads the whole model. A collective."""
+        for section in self.sections:
+            section.make_ready()
+
     @property
     def gathers_in_forward(self) -> bool:
         """Whether a forward gathers parameters from other ranks, which makes it a collective."""
@@ -185,212 +132,15 @@ class Sharding:
     @contextmanager
     def followed(self, on: bool) -> Iterator[None]:
         """Forwards inside direct the ranks that `follow`. A collective, if on. The root is not released: a loss may read it."""
-        with temporarily(self.guide, leads=on), temporarily(self, _releases_root=False):
+        with temporarily(self.guide, leads=on), temporarily(self.forward_backward, releases_root=False):
             yield
         if on:
             self.guide.tell_end()
-            self._forget_order()
+            self.forward_backward.forget_order()
         elif self.gathering.reshards:
-            self.release()
+            self.forward_backward.release()
 
     def follow(self) -> None:
         """Take part in a forward without gradients that other ranks run: gather and release as they announce, run experts for them."""
         self.guide.follow(self.sections)
-        self._forget_order()
-
-    def _forget_order(self) -> None:
-        """Ranks have seen different passes: prefetch by none of them."""
-        if self.gathering.reshards:
-            self.release()
-        self._calls = Calls()
-
-    def begin_pass(self) -> None:
-        """The root is called, or will be. After a backward, or a forward without one, a new pass begins."""
-        if self._moment is Moment.BACKWARD:
-            if torch._C._current_graph_task_id() != -1:   # backward recomputes the whole model
-                return
-            self.abandon()   # the last backward raised
-        for gradient in self.gradients():
-            gradient.give_back()
-        if self._moment is Moment.AFTER_BACKWARD or not any(section.calls for section in self.sections):
-            for section in self.sections:
-                section.forget_pass()
-            self._calls.begin_pass()
-        self._moment = Moment.FORWARD
-
-    @property
-    def is_over(self) -> bool:
-        """Whether a backward has ended since the pass began."""
-        return self._moment is Moment.AFTER_BACKWARD
-
-    def make_ready(self) -> None:
-        """Gather all sections, for code that reads the whole model. A collective."""
-        for section in self.sections:
-            section.make_ready()
-
-    def release(self) -> None:
-        """Release all sections."""
-        for section in self.sections:
-            section.release()
-
-    # ------------------------------------------------------------------ forward
-
-    def _watch(self, section: Section) -> None:
-        before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))   # users may compile modules
-        section.module.register_forward_pre_hook(SectionHook(before, section), prepend=True)   # other hooks may read parameters
-        section.module.register_forward_hook(SectionHook(after, section))
-        for number, gradient in enumerate(section.gradients):
-            for name, param in gradient.unit.params.items():
-                hook_gradient(param, self._landed, self._queue.numbers[section], number, name)
-        section.watch_parts()
-
-    def _before_forward(self, section: Section, module: nn.Module, args: Any) -> None:
-        """Gather the section that is about to run, and prefetch those that were called after it in the last pass."""
-        if section is self.sections[0] or self.is_over:   # a block may be called without the root
-            self.begin_pass()
-        section.expect_own_parameters()
-        if (self.gathering.reshards or section.is_away) and inside_of_transform():
-            raise UnitError(f"rank {self.group.world_rank}: the model is called inside of torch.func (vjp, jvp, vmap ...), whose graph "
-                            "reads parameters that are released; keep them: a stage below 3")
-        if self._moment is Moment.BACKWARD:
-            self._settle_before(section)
-        self._gather(section)
-        self._calls.ahead.pop(section, None)
-        if self._moment is Moment.BACKWARD:   # activation checkpointing recomputes it
-            return
-        section.depth += 1
-        self._calls.note(section)
-        following = [] if self.guide.leads else self._calls.following(self.gathering.ahead)
-        for other in self._calls.in_vain(following):
-            other.release()
-        for other in following:
-            self._calls.note_gather_ahead(other)
-            other.start_gather()
-
-    def _gather(self, section: Section) -> None:
-        """Wait until the section is gathered. A gather is a collective, so announce it to ranks that follow this forward."""
-        if section.is_away:
-            self.guide.tell_section(self._queue.numbers[section])
-            self._calls.note_gather(section)
-        section.make_ready()
-
-    def _gather_root(self) -> bool:
-        """For a part of the model that is called by itself. Returns whether the root is released after that."""
-        self._gather(self.sections[0])
-        return self._releases_root
-
-    def _after_forward(self, section: Section, module: nn.Module, args: Any, output: Any) -> None:
-        """Release the section. Hooks on what it returned will say when its backward begins."""
-        if self._moment is Moment.BACKWARD:
-            return
-        section.depth = max(0, section.depth - 1)
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
-        if tensors:
-            section.calls += 1
-            hook_before_others(tensors, partial(self._before_backward, section))
-        if section.depth:
-            return
-        if self.gathering.reshards and section is not self.sections[0]:
-            section.expect_none_of(tensors_in(output))
-            section.release(self.gathering.near if tensors else None)
-        elif self.gathering.reshards and self._releases_root and not tensors:
-            section.expect_none_of(tensors_in(output))
-            self.release()
-
-    # ------------------------------------------------------------------ backward
-
-    def run_backward(self, loss: Tensor) -> None:
-        """The backward of a loss. Hooks may take gradients inside of it, even before it has come to the model (`torch.autograd.grad`)."""
-        with self._calls.all_inside_of(loss) as told:
-            told.backward()
-        if self._moment is Moment.BACKWARD:   # it began inside of another, so autograd does not tell its end
-            self.end_backward()
-
-    def _before_backward(self, section: Section, gradient: Tensor) -> None:
-        """Settle and release the sections whose backward is over, gather this one again, and prefetch those called before it."""
-        if inside_of_transform():   # of torch.func, which sets no `.grad`; there parameters stay (`_before_forward`)
-            section.calls = max(0, section.calls - 1)
-            return
-        if self.gathering.reshards and torch.is_grad_enabled():
-            raise UnitError(f"rank {self.group.world_rank}: a backward with create_graph=True leaves a graph that reads parameters that "
-                            "are released; keep them: reshard_after_forward=False, or a stage below 3")
-        self._enter_backward()
-        section.calls = max(0, section.calls - 1)
-        over = self._settle_before(section)
-        for other in over if self.gathering.reshards else ():
-            other.release()
-        self._calls.finish(section, over)
-        self._gather(section)
-        for previous in self._calls.before(section, self.gathering.ahead):
-            if not (previous.settled and previous.may_go_early) and not self.guide.leads:
-                self._calls.note_gather(previous)
-                previous.start_gather()
-
-    def _settle_before(self, section: Section) -> list[Section]:
-        """Settle the sections whose backward is over when this one's begins, and that await no more gradients. Returns all that are over:
-        none, inside of another backward.
-
-        Gathers and reductions must have one order on all ranks, and all ranks come here alike. So a section is not settled when its last
-        gradient lands: when that is depends on which parameters a rank has used.
-        """
-        over = [] if self._calls.inside_backward else sorted(self._calls.over(section), key=self._queue.numbers.__getitem__)
-        for other in over:
-            if not other.settled and not other.awaits_more():
-                self._settle(other)
-        return over
-
-    def _landed(self, at: int, number: int, name: str, param: nn.Parameter) -> None:
-        """Backward has left a gradient in `param.grad`, one of `sections[at].gradients[number]`."""
-        self._enter_backward()
-        section = self.sections[at]
-        if section.settled:
-            raise UnitError(f"rank {self.group.world_rank}: a gradient of {name} came after section {section.name or 'root'} was reduced; "
-                            "a reentrant checkpoint around several sections does that: give it use_reentrant=False")
-        section.gradients[number].land(name, param)
-        section.waiting_for.discard(name)
-
-    def _enter_backward(self) -> None:
-        """Called by every hook in a backward; the first call begins it."""
-        if self._moment is Moment.BACKWARD:
-            return
-        for section in self.sections:
-            section.enter_backward()
-        if self._calls.begin_backward(self.sections):
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-        self._moment = Moment.BACKWARD
-        if self.on_moment:
-            self.on_moment(Moment.BACKWARD)
-        self._queue.begin()
-
-    def _settle(self, section: Section) -> None:
-        """The section's backward is over: start the reductions that may start now."""
-        section.settled = True
-        for started in self._queue.settle(section, reducing=self.reducing):
-            self._calls.note_reduction(started)
-
-    def collect(self) -> None:
-        """Where nothing is hooked, after the last backward of a step: land what is in `.grad`, and reduce."""
-        for gradient in self.gradients():
-            for name, param in gradient.unit.params.items():
-                if param.grad is not None:
-                    gradient.land(name, param)
-        self._moment = Moment.FORWARD
-        self.end_backward()
-
-    def end_backward(self) -> None:
-        """Reduce the sections that are left, and release all. Autograd calls this when a backward ends; a second call does nothing."""
-        if self._moment is Moment.AFTER_BACKWARD:
-            return
-        self._enter_backward()
-        for section in reversed(self.sections):
-            section.depth = 0   # a forward that raised has left it above 0
-            if not section.settled:
-                self._settle(section)
-        if self.reducing is not Reducing.NOTHING:
-            self._queue.learn()
-        self.pool.finish_all()
-        if self.gathering.reshards:
-            self.release()
-        self._moment = Moment.AFTER_BACKWARD
-        if self.on_moment:
-            self.on_moment(Moment.AFTER_BACKWARD)
+        self.forward_backward.forget_order()

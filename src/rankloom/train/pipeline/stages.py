@@ -205,7 +205,7 @@ class PipelinePlacement(SplitPlacement):
             if total is not None:
                 gradient.set_landed(name, total)
         with self.sync(True):
-            self.sharding.collect()
+            self.sharding.forward_backward.collect()
 
     def counted(self, piece: OwnedRun, values: Tensor) -> list[tuple[Tensor, int]]:
         """A tied parameter has copies on each of its stages."""

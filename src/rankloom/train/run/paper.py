@@ -71,7 +71,7 @@ def _backward(engine: Engine, *, last: bool) -> None:
     with placement.sync(last):
         torch.stack([param.sum() for param in placement.model.parameters() if param.requires_grad]).sum().backward()
         if isinstance(engine, PipelineEngine):
-            engine.placement.sharding.collect()
+            engine.placement.sharding.forward_backward.collect()
 
 
 def _part_of(engine: Engine, held: Held, world: PaperWorld, config: Config) -> RankPart:
