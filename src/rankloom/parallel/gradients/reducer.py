@@ -7,7 +7,7 @@ Communication plan, one step:
     backward             each gradient is written into its bucket; a full bucket is all-reduced at once, asynchronously,
                          in bucket order on every rank
     end of backward      launch the remaining buckets, agree which parameters were used on any rank, wait
-    embeddings           on the CPU only the rows that some rank touched are sent, where that is cheaper (embedding_gradients.py)
+    embeddings           on the CPU only the rows that some rank touched are sent, where that is cheaper (embeddings.py)
 
 Compression (comm/compress.py): each bucket has its own all-reduce with error feedback: what one step loses is added to the next.
 Steps may have different numbers of items, so gradients are first multiplied by `summing.factor`, which makes them means. The error is
