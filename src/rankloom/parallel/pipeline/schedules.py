@@ -96,14 +96,14 @@ def zero_bubble_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
     source: Qi et al. 2023, ZB-V
     """
     p, write = ranks, _Writer(rank, ranks)
-    write.repeat(2 * (p - rank) - 1, "F near")
-    write.repeat(rank, "F far", "F near")
-    write.repeat(p - rank, "F far", "I far", "W far")
-    steady = max(microbatches, 2 * p - 1) - p      # far forwards that are left
-    new = steady - (p - 1 - rank)                  # near forwards that are left: they are p - 1 - rank ahead
+    write.repeat(2 * (p - rank) - 1, "F near")          # until the first micro-batch is back from the fold
+    write.repeat(rank, "F far", "F near")               # until its gradient is here
+    write.repeat(p - rank, "F far", "I far", "W far")   # until its gradient is back from the fold; memory is full
+    steady = max(microbatches, 2 * p - 1) - p           # far forwards that are left
+    new = steady - (p - 1 - rank)                       # near forwards that are left: they are p - 1 - rank ahead
     write.repeat(new, "F near", "I near", "W near", "F far", "I far", "W far")
     write.repeat(steady - new, "I near", "W near", "F far", "I far", "W far")
-    write.repeat(rank, "I near", "I far")
+    write.repeat(rank, "I near", "I far")               # no forwards are left: what others wait for goes first
     write.repeat(p - rank, "I near", "W near")
     write.repeat(rank, "W far")
     write.repeat(rank, "W near")
@@ -118,9 +118,9 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
     source: DeepSeek-AI 2024 (DualPipe); cut in half by Qi et al.
     """
     p, write = ranks, _Writer(rank, ranks)
-    write.repeat(2 * (p - rank - 1), "F near")
-    write.repeat(rank + 1, "F near", "F far")
-    write.repeat(p - rank - 1, "I far", "W far", "F far")
+    write.repeat(2 * (p - rank - 1), "F near")              # until the first micro-batch is back from the fold
+    write.repeat(rank + 1, "F near", "F far")               # until its gradient is here
+    write.repeat(p - rank - 1, "I far", "W far", "F far")   # until its gradient is back from the fold
     write.repeat(max(microbatches, 2 * p - 1) - 2 * p + rank + 1, "F near", "B far", "F far", "B near")
     write.repeat(p - rank - 1, "B far", "F far", "B near")
     whole, parts = ["B far", "B near"] * (rank + 1), ["I far", "I near"] * (rank + 1)

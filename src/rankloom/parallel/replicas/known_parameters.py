@@ -1,5 +1,7 @@
 """Detects parameters that were replaced, added or unfrozen after the model was prepared: their gradients would not be summed."""
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
@@ -7,6 +9,21 @@ from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.names import full_name
 
 LOAD = "Load values with `load_full_state_dict` of the engine (in a loop of your own: with `load_state_dict` of the wrapped model)"
+
+
+class Place(NamedTuple):
+    """Where a parameter stood when the model was prepared: `holder[key] is param`."""
+
+    holder: dict[str, nn.Parameter | None]   # of its module: `module._parameters`
+    key: str
+    name: str                                # in the whole model
+    param: nn.Parameter
+    trained: bool
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the parameter is not there any more."""
+        return self.holder.get(self.key) is not self.param
 
 
 class KnownParameters:
@@ -23,11 +40,11 @@ class KnownParameters:
         may_move: it may have another name now, as `torch.nn.utils.prune` gives it
         """
         self.expect_no_more()
-        if may_move and any(place.get(key) is not param for place, key, _, param, _ in self._places):
+        if may_move and any(place.is_left for place in self._places):
             self._follow()
         with torch._C.DisableTorchFunctionSubclass():   # released parameters have a class of their own, which looks at every call
-            unfrozen = [name for _, _, name, param, trained in self._places if not trained and param.requires_grad]
-        if replaced := [name for place, key, name, param, _ in self._places if place.get(key) is not param]:
+            unfrozen = [place.name for place in self._places if not place.trained and place.param.requires_grad]
+        if replaced := [place.name for place in self._places if place.is_left]:
             raise UnitError(f"{replaced[0]} was replaced after the model was prepared: the gradient of the new tensor is not summed. "
                             f"{LOAD}, or replace it before")
         if unfrozen:
@@ -42,22 +59,21 @@ class KnownParameters:
         self._parts = self._all_parts()
 
     def _expect_known(self) -> None:
-        known = {param for *_, param, _ in self._places}
+        known = {place.param for place in self._places}
         if new := [name for name, param in self.model.named_parameters() if param not in known]:
             raise UnitError(f"{new[0]} came after the model was prepared: its gradient is not summed, and it is in no saved state. "
                             "Prepare the model with all its parts")
 
     def _follow(self) -> None:
         """Where parameters have moved, and none is gone or new: note their new places."""
-        if {param for *_, param, _ in self._places} - {*self.model.parameters()}:
+        if {place.param for place in self._places} - {*self.model.parameters()}:
             return
         self._expect_known()
-        trained = {param: before for *_, param, before in self._places}
-        self._places = [(place, key, name, param, trained[param]) for place, key, name, param, _ in self._all_places()]
+        trained = {place.param: place.trained for place in self._places}
+        self._places = [place._replace(trained=trained[place.param]) for place in self._all_places()]
 
-    def _all_places(self) -> list[tuple[dict[str, nn.Parameter | None], str, str, nn.Parameter, bool]]:
-        """Each parameter: where it stands, and whether it is trained."""
-        return [(module._parameters, key, full_name(prefix, key), param, param.requires_grad)
+    def _all_places(self) -> list[Place]:
+        return [Place(module._parameters, key, full_name(prefix, key), param, param.requires_grad)
                 for prefix, module in self.model.named_modules() for key, param in module._parameters.items() if param is not None]
 
     def _all_parts(self) -> list[tuple[nn.Module, list[nn.Module | None], int]]:
