@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from rankloom.base.events import Evaluated, Load, Notice, Progressed, Saved, StepDone, Timed
-from rankloom.watch.progress import BenchProgress, Pace, Progress, Screen, clock, decimal, format_line, printable, si
+from rankloom.watch.progress import BenchProgress, Pace, Progress, Screen, as_clock, decimal, format_line, printable, si
 
 
 def done(step, *, seconds=0.5, exposed=0.1, count=1000.0, skipped=False):
@@ -99,7 +99,7 @@ def test_the_pace_follows_a_run_that_has_become_slower():
     [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3725, "1:02:05"), (86399, "23:59:59"), (180_000, "2d 2h"), (float("inf"), "?")],
 )
 def test_seconds_are_told_as_a_clock(seconds, text):
-    assert clock(seconds) == text
+    assert as_clock(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def format_line(done: StepDone, pace: Pace, steps: int, width: int | None = None
         "loss": f"loss {decimal(done.loss, 3)}",
         "grad": f"grad {decimal(done.grad_norm, 2)}",
         "rate": f"{si(rate)} tok/s",
-        "left": f"{clock(max(0, steps - done.step) * pace.seconds)} left",
+        "left": f"{as_clock(max(0, steps - done.step) * pace.seconds)} left",
         "comm": f"comm {share:.0%}",
         "memory": f"{si(done.memory, 0)}B",
     } | _experts(done) | ({"skipped": "SKIPPED: overflow"} if done.skipped else {})
@@ -100,7 +100,7 @@ def si(value: float, digits: int = 1) -> str:
     return f"{value:.0f}{gap}"
 
 
-def clock(seconds: float) -> str:
+def as_clock(seconds: float) -> str:
     """Seconds as on a clock: 3725 is `1:02:05`; a day or more in days and hours: 180000 is `2d 2h`."""
     if not math.isfinite(seconds):
         return "?"
@@ -223,4 +223,4 @@ class BenchProgress(OneLine):
 
     def _line(self, event: Progressed) -> str:
         left = (self._clock() - self._begin) * (1 / event.done - 1) if event.done else math.inf
-        return f"{event.what} on {self.ranks} ranks  {event.done:.0%}  {clock(left)} left"
+        return f"{event.what} on {self.ranks} ranks  {event.done:.0%}  {as_clock(left)} left"
