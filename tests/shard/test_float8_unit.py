@@ -102,7 +102,7 @@ def sharded_steps(world, stage: int, *, in_float8: bool):
         loss = model(x).float().square().mean()
         loss.backward()
         optimizer.step()
-        sharding.abandon()
+        sharding.forward_backward.abandon()
         sharding.publish()
         losses.append(loss.item())
         sent = group.ledger.bytes - before

@@ -38,6 +38,13 @@ def launched(monkeypatch, **env: str) -> None:
 HELD: list[socket.socket] = []
 
 
+@pytest.fixture(autouse=True, scope="module")
+def ports_are_given_back():
+    yield
+    while HELD:
+        HELD.pop().close()
+
+
 def free_port() -> int:
     """One that the system gives to nobody else: it is bound here, and nobody listens there yet."""
     HELD.append(held := socket.socket())
