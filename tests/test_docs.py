@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from matplotlib.figure import Figure
 
 import rankloom as rl
@@ -87,11 +88,15 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def python_with(words: str) -> str:
+    """The first block of Python in start.md in which these words are."""
+    return next(code for code in re.findall(r"```python\n(.*?)```", START, re.DOTALL) if words in code)
+
+
 def test_the_example_of_the_api_runs_learns_and_leaves_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = re.search(r"```python\n(.*?)```", START, re.DOTALL).group(1)
     names: dict = {}
-    exec(compile(code, "docs/start.md", "exec"), names)
+    exec(compile(python_with("rl.prepare"), "docs/start.md", "exec"), names)
     assert set(names["state"]) == {"model", "optimizer"}
     assert names["report"].loss < 1.39 and names["report"].count == 16   # ln 4 is what guessing costs
     names["engine"].load("ckpt")
@@ -115,16 +120,34 @@ def test_the_files_that_the_source_tells_to_read_are_there():
 
 
 def test_the_example_of_ranks_in_one_process_says_what_it_gives(capsys):
-    code = re.findall(r"```python\n(.*?)```", START, re.DOTALL)[1]
-    exec(compile(code, "docs/start.md", "exec"), {})
+    exec(compile(python_with("rl.simulate(4, body)"), "docs/start.md", "exec"), {})
     assert capsys.readouterr().out == "[([6.0, 6.0], 12), ([6.0, 6.0], 16), ([6.0, 6.0], 12), ([6.0, 6.0], 8)]\n"
+
+
+@pytest.mark.filterwarnings("ignore:the models of ranks")   # threads draw their first values from one generator
+def test_the_model_of_hugging_face_is_saved_as_its_ranks_have_trained_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = python_with("save_pretrained").replace("rl.init(rl.Mesh(shard=2, tensor=2))", "world").replace('"bf16"', '"fp64"')
+    tokens = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(1))
+    rows = tokens[:, :-1], tokens[:, 1:]
+
+    def body(world):
+        names = {"world": world}
+        exec(compile(code, "docs/start.md", "exec"), names)
+        return names["tokens"], names["text"], names["engine"].evaluate([rows]).loss, names["loss"]
+
+    prompt, text, trained, loss = rl.simulate(rl.Mesh(shard=2, tensor=2), body)[0]
+    again = transformers.LlamaForCausalLM.from_pretrained("tuned", dtype=torch.float64)
+    assert torch.equal(again.generate(prompt[:1, :4], max_new_tokens=8, do_sample=False), text)
+    total, count = loss(again, rows)
+    assert total.item() / count.item() == pytest.approx(trained, rel=1e-6)   # logits are rounded to fp32
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(3, 0), (3, 3), (rl.Mesh(shard=2, tensor=2), 3), (rl.Mesh(replicate=2, shard=2), 2)])
 def test_the_contrastive_loss_of_the_documents_is_that_of_one_process(ranks, stage):
     """To 1e-12 in fp64, at stages with and without whole parameters; its gradient goes to other ranks' rows too."""
     names: dict = {}
-    exec(compile(re.findall(r"```python\n(.*?)```", START, re.DOTALL)[2], "docs/start.md", "exec"), names)
+    exec(compile(python_with("class Gather"), "docs/start.md", "exec"), names)
     rows = torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def body(world, stage=0):
