@@ -129,6 +129,12 @@ def test_ranks_are_started_in_order_and_one_alone_is_refused():
         ranks_to_start("2", None, "golo")
 
 
+def test_more_ranks_than_shared_memory_has_room_for_are_refused_before_any_is_started():
+    with pytest.raises(ConfigError, match='257 ranks share a host, expected 256 at most in shared memory: use the backend "gloo"'):
+        ranks_to_start("2,257", None, "auto")
+    assert ranks_to_start("2,257", None, "gloo") == [2, 257]
+
+
 @pytest.mark.parametrize("name", ["links.toml", "links", "links.json.txt", ""])
 def test_links_are_saved_under_a_name_that_their_reader_takes_for_json(name, tmp_path):
     with pytest.raises(ConfigError, match=r"--save .*: expected a name that ends in \.json"):

@@ -286,6 +286,12 @@ def test_a_signal_ends_all_ranks_within_seconds_and_keeps_the_weights(folder, nu
     assert json.loads((run / "summary.json").read_text())["stopped_by"] == number
 
 
+def test_more_ranks_than_a_host_has_room_for_are_refused_before_the_run_has_a_folder(here, folder):
+    done = here("train", "train.toml", "--mesh.replicate", "300", "--train.global_batch_size", "300")
+    assert done.returncode == 2 and "300 ranks share a host, expected 256 at most in shared memory" in done.stderr
+    assert not (folder / "runs").exists()
+
+
 def test_a_mistake_that_the_ranks_find_is_one_message_too(folder, here):
     (folder / "text.txt").write_bytes(b"caf\xe9" * 99)
     done = here("train", "train.toml", "--mesh.replicate", "2", "--run.name", "bad")

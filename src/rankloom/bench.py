@@ -29,7 +29,7 @@ from rankloom.train.run.scaling_runs import parse_ranks
 from rankloom.watch.progress import BenchProgress
 from rankloom.world.agent import launch_ranks
 from rankloom.world.cluster import read_cluster, write_links
-from rankloom.world.connect import resolve_backend
+from rankloom.world.connect import expect_room_here
 from rankloom.world.join import init
 from rankloom.world.launch import cores
 
@@ -52,9 +52,9 @@ class Measured:
 
 
 def ranks_to_start(text: str, topology: Path | None, backend: str) -> list[int]:
-    """The numbers of ranks in `text`. Checks them against the cluster file, and that the backend exists. raises: ConfigError"""
+    """The numbers of ranks in `text`. Checks them against the backend and the cluster file. raises: ConfigError"""
     numbers = parse_ranks(text)
-    resolve_backend(backend, torch.device("cpu"))
+    expect_room_here(max(numbers), backend)
     if numbers[0] < 2:
         raise ConfigError(f"--ranks {text}: one rank has nobody to talk to; give 2 or more")
     for ranks in numbers if topology else ():

@@ -138,16 +138,15 @@ def _launch_ranks(config: "Config") -> None:
     edited for the next run while they start."""
     from rankloom.train.run.folder import claim_run_folder, hold, no_empty_folder, write_run_config
     from rankloom.world.agent import launch_ranks
-
+    from rankloom.world.connect import expect_room_here
+    expect_room_here(config.mesh.as_mesh().size, config.comm.backend)
     hold(run := claim_run_folder(config, datetime.now()))
     with no_empty_folder(run):
         argv = [sys.executable, "-m", "rankloom", "train", str(write_run_config(config, run))]
     argv, summary = [*argv, f"--run.folder={run.parent}", f"--run.name={run.name}"], run / "summary.json"
     concluded = False
     try:
-        code = launch_ranks(
-            config.mesh.as_mesh().size, argv, log_dir=run / "logs", deterministic=bool(config.train.deterministic)
-        )
+        code = launch_ranks(config.mesh.as_mesh().size, argv, log_dir=run / "logs", deterministic=bool(config.train.deterministic))
         concluded = summary.exists()
         if not code and not concluded:
             raise RankFailed(f"rank 0 ended with exit code 0 before it wrote {summary}", rank=0)

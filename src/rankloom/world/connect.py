@@ -17,6 +17,7 @@ from rankloom.base.errors import CollectiveTimeout, ConfigError, DeviceError, Ra
 from rankloom.base.quantities import seconds
 from rankloom.world.group import Group
 from rankloom.world.transport.address import LOOPBACK, own_address
+from rankloom.world.transport.channel import expect_room
 from rankloom.world.transport.meet import find_neighbours
 
 AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
@@ -36,6 +37,12 @@ def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False, one
         raise ConfigError(f"there is no backend {asked!r}. {did_you_mean(asked, BACKENDS)}")
     is_enough = own_gpu or (device.type == "cpu" and not one_host)
     return GLOO if asked == GLOO or (asked == AUTO and is_enough) else SHARED
+
+
+def expect_room_here(ranks: int, backend: str) -> None:
+    """Before ranks are started on one host: raise ConfigError where `backend` has no room for so many there, or does not exist."""
+    if resolve_backend(backend, torch.device("cpu")) == SHARED:
+        expect_room(ranks)
 
 
 def device_for(kind: str, local_rank: int) -> torch.device:

@@ -56,6 +56,13 @@ WINDOW = 256 << 10        # bytes staged at a time: half of the second-level cac
 SHARED_WINDOW = 512 << 10   # if ranks share cores, a meeting costs a context switch: use fewer, longer windows
 
 
+def expect_room(ranks: int, who: str = "") -> None:
+    """Raise ConfigError where the shared memory of a host has no room for so many ranks. who: the rank that raises, for the message"""
+    if ranks > ROOM:
+        raise ConfigError(f"{who}{ranks} ranks share a host, expected {ROOM} at most in shared memory: use the backend \"gloo\", or start "
+                          "fewer ranks on each host")
+
+
 class Channel:
     """This rank's end of a group whose ranks share a host.
 
@@ -67,9 +74,7 @@ class Channel:
         self.rank, self.size, self.timeout, self.name = rank, size, timeout, name
         self.ranks = tuple(ranks or range(size))
         self.closed = False
-        if size > ROOM:
-            raise ConfigError(f"rank {self.ranks[rank]}: {size} ranks share a host, expected {ROOM} at most in shared memory: use the "
-                              'backend "gloo", or start fewer ranks on each host')
+        expect_room(size, f"rank {self.ranks[rank]}: ")
         self._memory, kernel, cores = map_together(store, rank, size, KERNELS, timeout, ranks=ranks)
         crowded = size > cores
         self.link = KERNELS[kernel].Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
