@@ -397,6 +397,11 @@ def test_a_spawned_rank_that_spawns_is_told_that_it_cannot():
     assert rl.spawn(1, spawn_again)[0].startswith("spawn: this process is a rank that spawn has started, and cannot start others")
 
 
+def test_more_ranks_than_shared_memory_has_room_for_are_refused_before_any_is_started():
+    with pytest.raises(rl.ConfigError, match="257 ranks share a host, expected 256 at most"):
+        rl.spawn(257, int)
+
+
 def test_an_unknown_device_is_refused_with_the_known_ones():
     with pytest.raises(rl.ConfigError, match="device = 'tpu', expected 'cpu' or 'cuda'"):
         rl.spawn(1, whoami, device="tpu")

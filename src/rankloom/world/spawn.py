@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rankloom.base.errors import ConfigError, RankFailed
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
-from rankloom.world.connect import AUTO, LOOPBACK, device_for
+from rankloom.world.connect import AUTO, LOOPBACK, device_for, expect_room_here
 from rankloom.world.failure import briefly, raisable, signal_name
 from rankloom.world.launch import debug_mode
 from rankloom.world.world import World, as_mesh
@@ -47,11 +47,12 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     timeout: seconds after which a silent peer counts as lost
     backend: "gloo", "rankloom" (shared memory), or "auto": shared memory, except where each rank has a GPU of its own
     device:  "cpu" or "cuda"; with more ranks than GPUs, several share one
-    raises:  ConfigError if `body` cannot be pickled, or if the processes cannot find it
+    raises:  ConfigError if `body` cannot be pickled, if the processes cannot find it, or for more ranks than the backend has room for
     """
     mesh, patience = as_mesh(ranks), seconds(timeout)
     if multiprocessing.current_process().daemon:
         raise ConfigError(f"spawn: this process is a rank that spawn has started, and cannot start others; start all at once, {OR}")
+    expect_room_here(mesh.size, backend)
     work = _pickled(body)
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
