@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ CalledApart = Callable[[Apart], AbstractContextManager[None]]
 EQUAL_IF_WITHIN = 1e-5   # of a loss: nondeterministic kernels make ranks differ by less when they compute the same
 MEAN_IF_WITHIN = 0.05   # of the whole: a mean over unpadded items weighs the halves by counts that are not known here
 SAME_IF_WITHIN = 1e-2   # of a loss: 16-bit rounding and nondeterministic kernels make two runs differ by less
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What the loss function returned for some rows, or for some tokens of them; two NaN when it raised an error."""
+
+    loss: float
+    count: float
 
 
 def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, *, world: World, group: Group, tokens: Group,
@@ -78,19 +87,19 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
     if on_any(is_compiled(model)):   # a pipeline stage may hold nothing that is
         return
     with evaluating(model), state_put_back(model):
-        (whole, count), *halves = [_tried(totals_of, part, model, rank, together) for part in parts]
+        whole, first, second = [_try(totals_of, part, model, rank, together) for part in parts]
         rows = rows_of(parts[0], rank)
-        if _is_mean_of_one(whole, count, halves, rows):
-            warnings.warn(f"rank {rank}: the loss function returns a mean and counts {count:g}, however many rows it gets ({rows} rows "
-                          f"give {whole:g}, their halves {halves[0][0]:g} and {halves[1][0]:g}): micro-batches of other lengths "
+        if _is_mean_with_constant_count(whole, first, second, rows):
+            warnings.warn(f"rank {rank}: the loss function returns a mean and counts {whole.count:g}, however many rows it gets ({rows} "
+                          f"rows give {whole.loss:g}, their halves {first.loss:g} and {second.loss:g}): micro-batches of other lengths "
                           "weigh as much as this one. Return the sum, and how many items that were", stacklevel=5)   # of `engine.step`
-        suspect = _seems_mean(whole, count, halves, rows)
+        suspect = _is_mean(whole, first, second, rows)
         if not on_any(suspect):
             return
-        again, _ = _tried(totals_of, parts[0], model, rank, together)
-    if suspect and abs(again - whole) <= SAME_IF_WITHIN * abs(whole):
-        raise LossError(f"rank {rank}: the loss function counts {count:g} items, but seems to return their mean, not their sum: "
-                        f"a batch of {rows} rows gives {whole:g}, its two halves {halves[0][0]:g} and {halves[1][0]:g}. Return the sum, "
+        again = _try(totals_of, parts[0], model, rank, together)
+    if suspect and abs(again.loss - whole.loss) <= SAME_IF_WITHIN * abs(whole.loss):
+        raise LossError(f"rank {rank}: the loss function counts {whole.count:g} items, but seems to return their mean, not their sum: "
+                        f"a batch of {rows} rows gives {whole.loss:g}, its two halves {first.loss:g} and {second.loss:g}. Return the sum, "
                         "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
 
 
@@ -106,47 +115,50 @@ def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module,
     """
     if on_any(is_compiled(model)):
         return
-    found, tried = [], [Apart(which) for which in (ALL, ALL, EVEN, ODD)]
+    trials, tried = list[Trial](), [Apart(which) for which in (ALL, ALL, EVEN, ODD)]
     with evaluating(model), state_put_back(model):
         for some in tried:
             with torch.no_grad(), apart(some):   # as nothing is kept, the budget of a recompute sees none of it
-                found.append(_tried(totals_of, batch, model, world.rank, together=True)[:2])
-    (total, count), (again, _), *halves = found
-    parts, counts = zip(*halves)
-    is_judged = math.isfinite(total + sum(parts)) and abs(again - total) <= EQUAL_IF_WITHIN * abs(total)
-    adds_up = on_any(any(some.shows_rows for some in tried)) or abs(sum(parts) - total) <= MEAN_IF_WITHIN * abs(total)
-    wrong = is_judged and not (adds_up and abs(sum(counts) - count) <= SAME_IF_WITHIN * count)   # counts may be weights
-    group, said = world.group("context"), " and ".join(f"{part:g} and {some:g}" for part, some in halves)
+                trials.append(_try(totals_of, batch, model, world.rank, together=True))
+    whole, again, even, odd = trials
+    loss_of_halves, count_of_halves = even.loss + odd.loss, even.count + odd.count
+    is_judged = math.isfinite(whole.loss + loss_of_halves) and abs(again.loss - whole.loss) <= EQUAL_IF_WITHIN * abs(whole.loss)
+    adds_up = on_any(any(some.shows_rows for some in tried)) or abs(loss_of_halves - whole.loss) <= MEAN_IF_WITHIN * abs(whole.loss)
+    wrong = is_judged and not (adds_up and abs(count_of_halves - whole.count) <= SAME_IF_WITHIN * whole.count)   # counts may be weights
+    group, said = world.group("context"), " and ".join(f"{half.loss:g} and {half.count:g}" for half in (even, odd))
     group.agree(f"rank {world.rank}: with {group.size} context ranks each computes the loss of its own tokens, but this is no sum over "
-                f"tokens: of a few tokens it gives {total:g} and counts {count:g}, of their halves {said}. Sum over tokens, and count "
-                "those that it got values of, as `model(tokens, targets=targets)` does; or use one context rank" if wrong else None,
+                f"tokens: of a few tokens it gives {whole.loss:g} and counts {whole.count:g}, of their halves {said}. Sum over tokens, and "
+                "count those that it got values of, as `model(tokens, targets=targets)` does; or use one context rank" if wrong else None,
                 error=LossError, label="a sum over tokens")
 
 
-def _seems_mean(whole: float, count: float, halves: Sequence[Sequence[float]], rows: int) -> bool:
-    """For a sum, the two halves add up to the whole. For a mean, the whole is the mean of the halves, weighted by items or by rows.
+def _is_mean(whole: Trial, first: Trial, second: Trial, rows: int) -> bool:
+    """Whether the loss seems to be a mean. For a sum, the two halves add up to the whole. For a mean, the whole is the mean of the halves,
+    weighted by items or by rows.
 
     (Halves that add up to twice the whole are no proof: a model may take another branch for a half.) When one half has hardly any
     items, a sum and a mean look alike, and the loss passes.
     """
-    (one, some), (other, rest) = halves
-    if not (some + rest == count > 1 and whole) or abs(one + other - whole) <= SAME_IF_WITHIN * abs(whole):
+    counts_add_up = first.count + second.count == whole.count > 1
+    losses_add_up = abs(first.loss + second.loss - whole.loss) <= SAME_IF_WITHIN * abs(whole.loss)
+    if not (counts_add_up and whole.loss) or losses_add_up:
         return False
-    return any(abs((first * one + second * other) / ((first + second) * whole) - 1.0) < MEAN_IF_WITHIN
-               for first, second in ((some, rest), (rows - rows // 2, rows // 2)))
+    by_items, by_rows = (first.count, second.count), (rows - rows // 2, rows // 2)
+    return any(abs((one * first.loss + other * second.loss) / ((one + other) * whole.loss) - 1.0) < MEAN_IF_WITHIN
+               for one, other in (by_items, by_rows))
 
 
-def _is_mean_of_one(whole: float, count: float, halves: Sequence[Sequence[float]], rows: int) -> bool:
+def _is_mean_with_constant_count(whole: Trial, first: Trial, second: Trial, rows: int) -> bool:
     """For a mean with a constant count, the whole is the mean of the halves, which differ unless it looks at no rows."""
-    (one, some), (other, rest) = halves
-    mean = (one * (rows - rows // 2) + other * (rows // 2)) / rows
-    apart = abs(one - other)   # little where rows are many and the model knows nothing yet, as a language model at its beginning
-    near = min(apart, SAME_IF_WITHIN * abs(whole)) / 10   # tells the mean from one half, and from a sum beside a large constant
-    return some == rest == count > 0 and abs(mean - whole) <= near and apart > EQUAL_IF_WITHIN * abs(whole)
+    mean = (first.loss * (rows - rows // 2) + second.loss * (rows // 2)) / rows
+    apart = abs(first.loss - second.loss)   # little where rows are many and the model knows nothing yet, as an untrained language model
+    near = min(apart, SAME_IF_WITHIN * abs(whole.loss)) / 10   # tells the mean from one half, and from a sum beside a large constant
+    is_constant = first.count == second.count == whole.count > 0
+    return is_constant and abs(mean - whole.loss) <= near and apart > EQUAL_IF_WITHIN * abs(whole.loss)
 
 
-def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank: int, together: bool) -> list[float]:
-    """[sum, count], or two NaN when the loss raised an error: the step will show whether it does so in training too.
+def _try(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank: int, together: bool) -> Trial:
+    """Call the loss once. If it raises an error, the step will show whether it does so in training too.
 
     The error is passed on when ranks wait for each other in a forward and this rank did not finish its own.
     """
@@ -154,10 +166,10 @@ def _tried(totals_of: Callable[[Any], Tensor], part: Any, model: nn.Module, rank
     try:
         with (model.register_forward_pre_hook(lambda *_: begun.append(1), prepend=True),
               model.register_forward_hook(lambda *_: ended.append(1))):
-            return totals_of(part).tolist()   # type: ignore[no-any-return]
+            return Trial(*totals_of(part).tolist())
     except Exception as error:
         if together and not len(begun) == len(ended) > 0:
             error.add_note(f"rank {rank}: the loss was tried in evaluation mode when this was raised, before the first step, to see "
                            "whether it is a sum; ranks share a forward here, so each must get through it in that mode too")
             raise
-        return [math.nan, math.nan]
+        return Trial(math.nan, math.nan)
