@@ -112,13 +112,13 @@ class Group:
 
         x: any shape, the same on all ranks; over gloo, max and min may ignore a NaN   sent: 2n(p-1)/p, over gloo means of 16 bits as fp32
         """
-        torchs, kernels = self._operation(op, x, label or "all_reduce")
-        if self._at_once and not async_op and self._at_once.all_reduce(x, kernels, label):
+        torch_op, kernel_op = self._operation(op, x, label or "all_reduce")
+        if self._at_once and not async_op and self._at_once.all_reduce(x, kernel_op, label):
             return completed(x, op, self.size)
         expect_operand(x, self.device, self.where(label or "all_reduce"), alone=self.size == 1)
         options = c10d.AllreduceOptions()
-        options.reduceOp, options.asyncOp, summed = torchs, async_op, x
-        if torchs == dist.ReduceOp.AVG and self._goes_directly(x):   # gloo takes no means; it would round the sum, or overflow
+        options.reduceOp, options.asyncOp, summed = torch_op, async_op, x
+        if torch_op == dist.ReduceOp.AVG and self._goes_directly(x):   # gloo takes no means; it would round the sum, or overflow
             options.reduceOp, summed = reduction("sum", torch.float32)[0], x.detach().float()
 
         def finish() -> Tensor:
@@ -161,14 +161,14 @@ class Group:
         `x` is not changed, except where `out` overlaps it.
         scratch: where the others' slices arrive, if they must (world/pairwise.py), [n(p-1), ...]; by default new memory
         """
-        torchs, kernels = self._operation(op, x, label or "reduce_scatter")
-        if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, kernels, out, label)) is not None:
+        torch_op, kernel_op = self._operation(op, x, label or "reduce_scatter")
+        if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, kernel_op, out, label)) is not None:
             return completed(mine, op, self.size)
         expect_operand(x, self.device, self.where(label or "reduce_scatter"), alone=self.size == 1)
         n = self._equal_rows(x, "reduce_scatter")
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
         options = c10d.ReduceScatterOptions()
-        options.reduceOp, options.asyncOp = torchs, async_op
+        options.reduceOp, options.asyncOp = torch_op, async_op
         start, finish = lambda pg: pg._reduce_scatter_base(*map(as_reals, (mine, x)), options), lambda: completed(mine, op, self.size)
         if self._goes_directly(x):
             room = self._output(scratch, x, (x.shape[0] - n, *x.shape[1:]), f"{label or 'reduce_scatter'}: scratch")
@@ -319,10 +319,10 @@ class Group:
     def _operation(self, op: str, x: Tensor, label: str) -> tuple[Any, int]:
         if not isinstance(x, Tensor):   # all other checks come after the fast path
             expect_movable(x, self.device, self.where(label))
-        torchs, kernels, refusal = reduction(op, x.dtype)
+        torch_op, kernel_op, refusal = reduction(op, x.dtype)
         if refusal:
             raise ConfigError(f"{self.where(label)}: {refusal}")
-        return torchs, kernels
+        return torch_op, kernel_op
 
     def _collect(self, op: str, x: Tensor, label: str, async_op: bool, *, bill: Bill, start: Callable,
                  finish: Callable[[], Tensor], rows: tuple[Sequence[int], Sequence[int]] | None = None) -> Any:

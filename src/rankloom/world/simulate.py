@@ -21,7 +21,7 @@ from rankloom.world.failure import briefly, raisable
 from rankloom.world.launch import debug_mode
 from rankloom.world.open_files import make_room
 from rankloom.world.referee import Referee
-from rankloom.world.world import SPARE, Told, World, as_mesh
+from rankloom.world.world import SPARE, Meeting, SharedProcess, World, as_mesh
 
 T = TypeVar("T")
 RESOLVING = threading.Lock()
@@ -72,7 +72,7 @@ class _Meetings:
         self.opening: Counter[str] = Counter()
 
     @contextmanager
-    def meet(self, meeting: tuple[str, Sequence[int], int, int]) -> Iterator[Told]:
+    def meet(self, meeting: Meeting) -> Iterator[SharedProcess]:
         """Wait until all ranks of a group are here; inside, they connect.
 
         raises: RankLost when one fails, or they do not come in time; ConfigError, on the last, if they may not open so many files
@@ -93,7 +93,7 @@ class _Meetings:
                     why = self.over or ", ".join(returned) or f"the others did not come within {self.timeout:g} s"
                     raise RankLost(f"rank {ranks[place]}: only {self.came[group] + 1} of {size} ranks came to make a group; {why}")
         try:
-            yield Told(self.gone, referee)
+            yield SharedProcess(self.gone, referee)
         finally:
             with self.news:
                 self.opening[group] -= files

@@ -42,18 +42,27 @@ def as_mesh(ranks: int | Mesh) -> Mesh:
     return Mesh(replicate=ranks)
 
 
-class Told(NamedTuple):
-    """What ranks of one process know of each other, over gloo too: which ranks of the world are gone, and the calls of a group."""
+class Meeting(NamedTuple):
+    """A group that this rank is about to make with others."""
 
-    gone: Callable[[], Sequence[int]]
-    referee: Referee
-
-
-Meeting = Callable[[tuple[str, Sequence[int], int, int]], AbstractContextManager[Told | None]]
-"""Called with the name of a group, its ranks, this rank's place among them, and the number of files that it will open."""
+    name: str               # the same on all of its ranks, and unlike that of any other group
+    ranks: Sequence[int]    # of the world
+    place: int              # of this rank among them
+    files: int              # that this rank will open
 
 
-def _in_a_process_of_its_own(meeting: tuple[str, Sequence[int], int, int]) -> AbstractContextManager[None]:
+class SharedProcess(NamedTuple):
+    """What the ranks of a group know of each other if they share a process, over gloo too."""
+
+    gone: Callable[[], Sequence[int]]   # the ranks of the world that are gone
+    referee: Referee                    # compares the calls of the group
+
+
+Meet = Callable[[Meeting], AbstractContextManager[SharedProcess | None]]
+"""A context in which the ranks of a group connect."""
+
+
+def _in_a_process_of_its_own(_meeting: Meeting) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -69,7 +78,7 @@ class World(Group):
 
     def __init__(self, store: dist.Store, rank: int, ranks: int | Mesh, device: torch.device, *, timeout: float,
                  local_rank: int = 0, local_size: int = 1, one_host: bool = True, debug: bool = False,
-                 topology: Topology | None = None, backend: str = connect.AUTO, meet: Meeting = _in_a_process_of_its_own):
+                 topology: Topology | None = None, backend: str = connect.AUTO, meet: Meet = _in_a_process_of_its_own):
         self._meet = meet
         self.mesh, self.axes_named = as_mesh(ranks), isinstance(ranks, Mesh)
         mesh = self.mesh
@@ -138,12 +147,13 @@ class World(Group):
               purpose: str = "group") -> tuple[dist.ProcessGroup | None, Inspector | Seat | None]:
         if len(ranks) == 1:
             return None, None
-        n, place, meeting = len(ranks), ranks.index(me), f"{purpose}/{name_of(ranks)}"
+        n, place = len(ranks), ranks.index(me)
         files = MEMORY if self.backend == connect.SHARED and self.one_host else n
         make_room(files + SPARE, f"a group of {n} ranks")
-        store = Reunion(meeting, self._store, ranks, partial(_gone, weakref.ref(self)))
-        with self._meet((meeting, ranks, place, files)) as told:
-            who_is_gone: Callable[[], Sequence[int]] = partial(_places, told.gone, ranks) if told else tuple   # gloo itself cannot tell
+        meeting = Meeting(f"{purpose}/{name_of(ranks)}", ranks, place, files)
+        store = Reunion(meeting.name, self._store, ranks, partial(_gone, weakref.ref(self)))
+        with self._meet(meeting) as process:
+            who_is_gone: Callable[[], Sequence[int]] = partial(_places, process.gone, ranks) if process else tuple   # gloo cannot tell
             if self.backend == connect.SHARED:
                 shared = build(store, place, n, timeout, ranks=ranks, name=name)
                 pg: dist.ProcessGroup = DeviceRouter(shared, timeout) if device.type == "cuda" else shared
@@ -154,7 +164,7 @@ class World(Group):
                     connect.call_first(pg, place, n, device, timeout)
         if self._debug:
             return pg, Inspector(dist.PrefixStore("debug", store), place, ranks, timeout, who_is_gone)
-        return pg, Seat(told.referee, place, ranks) if told and self.backend == connect.GLOO else None
+        return pg, Seat(process.referee, place, ranks) if process and self.backend == connect.GLOO else None
 
 
 def _places(gone: Callable[[], Sequence[int]], ranks: tuple[int, ...]) -> list[int]:
