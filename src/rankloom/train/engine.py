@@ -31,8 +31,8 @@ from rankloom.base.events import Load, Sink, StepDone
 from rankloom.base.loss import sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.base.shares import share
-from rankloom.parallel.context.apply import called_apart
-from rankloom.parallel.context.tokens_apart import Apart
+from rankloom.parallel.context.apply import limited_to
+from rankloom.parallel.context.tokens_apart import SomeTokens
 from rankloom.parallel.replicas.buffers import BufferKeeper
 from rankloom.parallel.replicas.equal_start import expect_same_values
 from rankloom.parallel.replicas.known_parameters import KnownParameters
@@ -136,7 +136,7 @@ class Engine:
         with (explain_out_of_memory(self.world_rank, self.group.device, self.held),
               step_with(batch, self.settings.accumulate, self.world_rank) as batch):
             batch = map_tensors(lambda t: t.to(self.group.device, non_blocking=True), batch)
-            self._first_steps.before(self.steps_done, batch, self._try_loss, self._tokens_apart)
+            self._first_steps.before(self.steps_done, batch, self._try_loss, self._limited_to)
             totals = self._run_in_canonical_order(batch) if self.settings.logical_shards else self._run_in_free_order(batch)
             exposed = self.placement.waited - waited
             self._first_steps.after(self.steps_done, totals)
@@ -289,11 +289,11 @@ class Engine:
             expect_same_values(self.tokens, "optimizer in this step", numbers_of(self.optimizer), advice=SAME_RATES)
         return summed
 
-    def _tokens_apart(self, apart: Apart) -> AbstractContextManager[None]:
+    def _limited_to(self, some: SomeTokens) -> AbstractContextManager[None]:
         """Only with context ranks: inside this context the model sees only some tokens, and each token attends only to itself. So their
         losses must add up.
         """
-        return called_apart(apart, self.model)
+        return limited_to(some, self.model)
 
     def _forward_backward(self, piece: Any, rows: range, before: Tensor | None = None) -> Tensor:
         """Forward, and backward of the loss *sum* times the loss scale, of one micro-batch. Returns its totals: see `_call_loss`.

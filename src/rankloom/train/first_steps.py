@@ -27,7 +27,7 @@ from rankloom.train.blocks.compiled import is_compiled
 from rankloom.train.placement import Placement
 from rankloom.train.put_back import same_bits, untrained
 from rankloom.train.split_model import SHARING_AXES
-from rankloom.train.sum_check import EQUAL_IF_WITHIN, SAME_IF_WITHIN, CalledApart, expect_sum_of_step
+from rankloom.train.sum_check import EQUAL_IF_WITHIN, SAME_IF_WITHIN, LimitedTo, expect_sum_of_step
 from rankloom.world.group import Group
 from rankloom.world.world import World
 
@@ -49,11 +49,11 @@ class FirstSteps:
         self._generator = ""    # the state of torch's generators before the forwards of the first step of a training
         self._drew: bool | None = None   # whether these forwards changed it; None: not known
 
-    def before(self, step: int, batch: Any, totals_of: Callable[[Any], Tensor], apart: CalledApart) -> None:
+    def before(self, step: int, batch: Any, totals_of: Callable[[Any], Tensor], limited_to: LimitedTo) -> None:
         """Before the forwards of a step. A collective of the world.
 
         step:      how many steps are done         batch: as it goes into the step
-        totals_of: rows -> [loss sum, count]       apart: see `expect_sum_over_tokens`
+        totals_of: rows -> [loss sum, count]       limited_to: see `expect_sum_over_tokens`
         """
         self._drew = None
         if self._is_first:
@@ -61,7 +61,7 @@ class FirstSteps:
         if step == 0:
             rows, pieces = (batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.accumulate)
             expect_sum_of_step(totals_of, self.placement.model, rows, world=self.world, group=self.group, tokens=self.tokens, pieces=pieces,
-                               shards=self.shards, apart=apart)
+                               shards=self.shards, limited_to=limited_to)
             self.placement.abandon()   # no backward follows those forwards
             self._generator = generator_now(self.group.device)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import LossError
 from rankloom.base.modes import evaluating, runs_together
-from rankloom.parallel.context.tokens_apart import ALL, EVEN, ODD, Apart
+from rankloom.parallel.context.tokens_apart import ALL, EVEN, ODD, SomeTokens
 from rankloom.train.batches import expect_rows, rows_if_any, rows_of, with_halves
 from rankloom.train.blocks.compiled import is_compiled
 from rankloom.train.put_back import state_put_back
@@ -24,7 +24,7 @@ from rankloom.train.split_model import SHARING_AXES
 from rankloom.world.group import Group
 from rankloom.world.world import World
 
-CalledApart = Callable[[Apart], AbstractContextManager[None]]
+LimitedTo = Callable[[SomeTokens], AbstractContextManager[None]]   # a context in which the model is given these tokens only
 EQUAL_IF_WITHIN = 1e-5   # of a loss: nondeterministic kernels make ranks differ by less when they compute the same
 MEAN_IF_WITHIN = 0.05   # of the whole: a mean over unpadded items weighs the halves by counts that are not known here
 SAME_IF_WITHIN = 1e-2   # of a loss: 16-bit rounding and nondeterministic kernels make two runs differ by less
@@ -39,13 +39,13 @@ class Trial:
 
 
 def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, *, world: World, group: Group, tokens: Group,
-                       pieces: int, shards: int, apart: CalledApart) -> None:
+                       pieces: int, shards: int, limited_to: LimitedTo) -> None:
     """Before the first step, on about one micro-batch: raise when the loss seems to return a mean, or a rank has too few rows; with
     context ranks also when it is no sum over tokens.
 
     group:  the ranks over which rows are distributed   tokens: those over which losses are summed
     pieces: number of micro-batches                     shards: logical shards, over which rows are redistributed; 0: none
-    apart:  see `expect_sum_over_tokens`
+    limited_to: see `expect_sum_over_tokens`
     A collective of the world: all ranks run the same number of forwards, as a forward may be a collective. If the micro-batch of any rank
     cannot be cut by rows, no forward is run on any rank, and rank 0 warns that the loss was not checked.
     """
@@ -67,7 +67,7 @@ def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, bat
     with torch.random.fork_rng(devices, enabled=world.size == 1):   # on several ranks draws are not those of one process in any case
         expect_sum(totals_of, model, parts, world.rank, on_any, together=runs_together(model) or world.group(*SHARING_AXES).size > 1)
     if world.mesh.context > 1:
-        expect_sum_over_tokens(totals_of, model, parts[0], world, apart, on_any)
+        expect_sum_over_tokens(totals_of, model, parts[0], world, limited_to, on_any)
 
 
 def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequence[Any], rank: int, on_any: Callable[[bool], bool],
@@ -103,22 +103,22 @@ def expect_sum(totals_of: Callable[[Any], Tensor], model: nn.Module, parts: Sequ
                         "for example `F.cross_entropy(logits, targets, reduction='sum'), targets.numel()`")
 
 
-def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, world: World, apart: CalledApart,
+def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, world: World, limited_to: LimitedTo,
                            on_any: Callable[[bool], bool]) -> None:
     """With context ranks: raise when the loss of a row is not the sum, nor its count, of what its tokens add.
 
     Each rank computes the loss of its own tokens. So a few tokens go through the model, each attending only to itself: first all, then
     those with even positions, then the others. The losses and counts of these two must add up. A loss that draws random numbers or raises
     an error is not judged; of a model that looks at whole rows (routers of experts), only the counts are.
-    apart:  apart(some tokens) is a context in which the model returns values of these only, as it does of a rank's own in training
+    limited_to: limited_to(some tokens) is a context in which the model returns values of these only, as it does of a rank's own in training
     raises: LossError, on all ranks. A collective of the world, as `on_any`
     """
     if on_any(is_compiled(model)):
         return
-    trials, tried = list[Trial](), [Apart(which) for which in (ALL, ALL, EVEN, ODD)]
+    trials, tried = list[Trial](), [SomeTokens(which) for which in (ALL, ALL, EVEN, ODD)]
     with evaluating(model), state_put_back(model):
         for some in tried:
-            with torch.no_grad(), apart(some):   # as nothing is kept, the budget of a recompute sees none of it
+            with torch.no_grad(), limited_to(some):   # as nothing is kept, the budget of a recompute sees none of it
                 trials.append(_try(totals_of, batch, model, world.rank, together=True))
     whole, again, even, odd = trials
     loss_of_halves, count_of_halves = even.loss + odd.loss, even.count + odd.count

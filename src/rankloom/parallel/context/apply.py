@@ -17,7 +17,7 @@ from rankloom.base.scoped import temporarily
 from rankloom.parallel.context.part import Context
 from rankloom.parallel.context.rows import RING, expect_kind
 from rankloom.parallel.context.sequences import Spans
-from rankloom.parallel.context.tokens_apart import Apart, TokensApart, expect_tokens_apart
+from rankloom.parallel.context.tokens_apart import SomeTokens, TokensApart, expect_tokens_apart
 from rankloom.parallel.tensor.layers import TokenDropout
 from rankloom.world.group import Group
 
@@ -83,10 +83,10 @@ def own_tokens(x: Tensor, group: Group, kind: str | None = None) -> Tensor:
     return Context(group, x.shape[1], kind).own(x)
 
 
-def called_apart(apart: Apart, model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which calls of a model get some tokens of whole rows, each left to itself, on every rank the same."""
+def limited_to(some: SomeTokens, model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which calls of a model get only some tokens of whole rows, each left to itself, on every rank the same."""
     (cutting,) = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _OwnTokens))
-    return temporarily(cutting, apart=apart)
+    return temporarily(cutting, limit=some)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class _OwnTokens:
     signature: inspect.Signature
     tell: TellPositions | None
     is_first: bool = True   # whether no call has come yet
-    apart: Apart | None = None   # see `called_apart`
+    limit: SomeTokens | None = None   # see `limited_to`
     cuts_tokens: ClassVar[bool] = True   # for models/pieces.py
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnTokens":
@@ -115,10 +115,10 @@ class _OwnTokens:
         length, limit = tokens.shape[1], getattr(getattr(model, "config", None), "seq_len", None)
         if limit is not None and length > limit:
             raise DataError(f"a sequence of {length} tokens, but the model reads at most {limit}; raise seq_len or cut the sequence")
-        if self.apart is not None:
-            some = self.apart.some(length, tokens.device)
-            return tuple(some.cut(value, length) for value in args), {
-                **{name: some.cut(value, length) for name, value in kwargs.items()}, "part": some}
+        if self.limit is not None:
+            apart = self.limit.part(length, tokens.device)
+            return tuple(apart.cut(value, length) for value in args), {
+                **{name: apart.cut(value, length) for name, value in kwargs.items()}, "part": apart}
         part = Context(self.group, length, self.kind, documents=document_cuts(documents, length, len(tokens)), device=tokens.device)
         if self.is_first and self.group.size > 1:
             expect_tokens_apart(model, self.group, tokens, args, kwargs)

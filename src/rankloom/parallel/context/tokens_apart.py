@@ -54,15 +54,15 @@ class TokensApart:
         return value[:, self.positions] if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length else value
 
 
-class Apart:
-    """Some tokens of whole rows, each left to itself. which: of the first few, an even number"""
+class SomeTokens:
+    """Which tokens of whole rows a model is limited to, each left to itself. which: of the first few, an even number"""
 
     def __init__(self, which: slice):
         self.which = which
-        self.parts: list[TokensApart] = []   # all that it has given
+        self.parts: list[TokensApart] = []   # all that models were given
 
-    def some(self, length: int, device: torch.device) -> TokensApart:
-        """The part of them, where rows have this length."""
+    def part(self, length: int, device: torch.device) -> TokensApart:
+        """The `part` of these tokens, for rows of this length."""
         self.parts.append(TokensApart(torch.arange(min(length, AT_MOST) // 2 * 2, device=device)[self.which]))
         return self.parts[-1]
 
@@ -84,7 +84,7 @@ def expect_tokens_apart(model: nn.Module, group: Group, tokens: Tensor, args: tu
     if any(module._compiled_call_impl for module in model.modules()):
         return
     length = tokens.shape[1]
-    parts = [Apart(which).some(length, tokens.device) for which in (ALL, ALL, EVEN, ODD)]
+    parts = [SomeTokens(which).part(length, tokens.device) for which in (ALL, ALL, EVEN, ODD)]
     with torch.no_grad(), evaluating(model), _without_small_parameters(model):
         runs = [_run(model, args, kwargs, length, part) for part in parts]
     problem = None if any(part.shows_rows for part in parts) else _first_difference(runs, len(parts[0].positions))

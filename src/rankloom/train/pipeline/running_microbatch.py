@@ -14,7 +14,7 @@ from rankloom.base.documents import document_cuts
 from rankloom.base.scoped import temporarily
 from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
 from rankloom.parallel.context.part import Context
-from rankloom.parallel.context.tokens_apart import Apart
+from rankloom.parallel.context.tokens_apart import SomeTokens
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.precision import cast_floats_in
 from rankloom.world.group import Group
@@ -34,7 +34,7 @@ class RunningMicrobatch:
         self._taken: list[tuple[SequencePart, Any]] = []
         self._now: SequencePart = WHOLE
         self._called_with: Any = None
-        self._apart: Apart | None = None
+        self._limit: SomeTokens | None = None
 
     def begin(self, step: int, rows: Sequence[range], scale: float = 1.0) -> None:
         """Before the micro-batches of a step. rows: of the global batch, for each micro-batch"""
@@ -55,10 +55,10 @@ class RunningMicrobatch:
 
     def _own(self, given: Any, targets: Any) -> tuple[SequencePart, tuple[Any, Any]]:
         tokens, documents = self._unpacked(given)
-        if self._apart is not None:
-            some = self._apart.some(tokens.shape[1], tokens.device)
-            cut = partial(some.cut, length=tokens.shape[1])
-            return some, (cut(tokens) if documents is None else (cut(tokens), cut(documents)), cut(targets))
+        if self._limit is not None:
+            apart = self._limit.part(tokens.shape[1], tokens.device)
+            cut = partial(apart.cut, length=tokens.shape[1])
+            return apart, (cut(tokens) if documents is None else (cut(tokens), cut(documents)), cut(targets))
         if self.context.size == 1:
             return WHOLE if documents is None else Packed(documents, tokens), (given, targets)
         cuts = document_cuts(documents, tokens.shape[1], len(tokens))
@@ -69,9 +69,9 @@ class RunningMicrobatch:
         """The tokens, and the documents that are packed into their rows, or None."""
         return tuple(given) if self.packs and isinstance(given, tuple | list) else (given, None)   # type: ignore[return-value]
 
-    def tokens_apart(self, apart: Apart) -> AbstractContextManager[None]:
-        """A context in which micro-batches are some of their tokens, each left to itself: `called_apart` in parallel/context/apply.py."""
-        return temporarily(self, _apart=apart)
+    def limited_to(self, some: SomeTokens) -> AbstractContextManager[None]:
+        """A context in which micro-batches are some of their tokens, each left to itself: `limited_to` in parallel/context/apply.py."""
+        return temporarily(self, _limit=some)
 
     def select_microbatch(self, microbatch: int) -> None:
         """Before each forward and backward."""

@@ -23,7 +23,7 @@ from rankloom.base.modes import evaluating
 from rankloom.base.tensors import as_bytes, digest
 from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
-from rankloom.parallel.context.tokens_apart import Apart
+from rankloom.parallel.context.tokens_apart import SomeTokens
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.pipeline.cut import Piece, Stage, expect_pieces, in_runs
@@ -305,8 +305,8 @@ class PipelineEngine(Engine):
         self.placement.local.running.begin(self.steps_done, self._dropout.number_rows(pieces, self.group), self.scale.value)
         return self._experts.split(self.pipeline.step([self._pair(piece) for piece in pieces]))
 
-    def _tokens_apart(self, apart: Apart) -> AbstractContextManager[None]:
-        return self.placement.local.running.tokens_apart(apart)
+    def _limited_to(self, some: SomeTokens) -> AbstractContextManager[None]:
+        return self.placement.local.running.limited_to(some)
 
     def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
         """The loss without gradients, for evaluation."""
