@@ -46,7 +46,7 @@ from rankloom.train.fingerprints import Numbers, numbers_of
 from rankloom.train.first_steps import FirstSteps
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.memory_report import Held, explain_out_of_memory, held_by, peak_memory
-from rankloom.train.optimizer_step import apply_gradients
+from rankloom.train.optimizer_step import Outcome, apply_gradients
 from rankloom.train.placement import Placement, ReplicatedPlacement
 from rankloom.train.precision import UNMEASURED, LossScale, Precision
 from rankloom.train.recompute import Recompute
@@ -55,6 +55,7 @@ from rankloom.world.group import Group
 from rankloom.world.world import World
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
+COUNT, AUXILIARY = 1, 2   # places in the totals of a step, fp64 [loss sum, count], and with experts their auxiliary losses behind
 SAME_RATES = ", or they diverge. A scheduler that looks at a metric must see one of all ranks, such as the loss of `engine.evaluate`"
 
 
@@ -140,20 +141,25 @@ class Engine:
             totals = self._run_in_canonical_order(batch) if self.settings.logical_shards else self._run_in_free_order(batch)
             exposed = self.placement.waited - waited
             self._first_steps.after(self.steps_done, totals)
-            loss, count, norm, finite = self._apply(totals, batch)
+            outcome = self._apply(totals, batch)
         self.steps_done += 1
         self._keeper.average_changed()
-        auxiliary, experts = totals[2].item() / count if len(totals) > 2 else 0.0, self._experts.count_tokens(move=finite)
+        auxiliary = totals[AUXILIARY].item() / outcome.items if len(totals) > AUXILIARY else 0.0
+        experts = self._experts.count_tokens(move=outcome.finite)
         if experts:
             self._keeper.forget_changes()   # the routers' biases: every rank changed them by the same amount
-        report = Report(step=self.steps_done, loss=loss, count=count, grad_norm=norm, lr=lr, skipped=not finite, exposed=exposed,
-                        seconds=time.perf_counter() - begin, auxiliary=auxiliary, experts=experts)
+        report = Report(step=self.steps_done, loss=outcome.loss, count=outcome.items, grad_norm=outcome.grad_norm, lr=lr,
+                        skipped=not outcome.finite, exposed=exposed, seconds=time.perf_counter() - begin, auxiliary=auxiliary,
+                        experts=experts)
         if self.settings.sink:
-            self.settings.sink(StepDone(
-                rank=self.world_rank, step=report.step, loss=loss, count=count, grad_norm=norm, lr=lr, skipped=report.skipped,
-                seconds=report.seconds, exposed=exposed, memory=peak_memory(self.group.device), auxiliary=auxiliary,
-                experts={} if self.world_rank else experts))
+            self.settings.sink(self._event_of(report))
         return report
+
+    def _event_of(self, report: Report) -> StepDone:
+        return StepDone(rank=self.world_rank, step=report.step, loss=report.loss, count=report.count, grad_norm=report.grad_norm,
+                        lr=report.lr, skipped=report.skipped, seconds=report.seconds, exposed=report.exposed,
+                        memory=peak_memory(self.group.device), auxiliary=report.auxiliary,
+                        experts={} if self.world_rank else report.experts)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> Report:
@@ -283,7 +289,8 @@ class Engine:
 
     def _finish(self, totals: Tensor | None) -> Tensor:
         """Finish all sums over the ranks. raises: ConfigError, on all ranks, when their optimizers have other numbers"""
-        summed, alike = self.placement.finish(totals, self._numbers.mark(self.optimizer) ^ self._keeper.mark())
+        mark = self._numbers.mark(self.optimizer) ^ self._keeper.mark()   # ranks compare one number: it differs where either does
+        summed, alike = self.placement.finish(totals, mark)
         self._keeper.heed(alike)
         if not alike:
             expect_same_values(self.tokens, "optimizer in this step", numbers_of(self.optimizer), advice=SAME_RATES)
@@ -310,7 +317,7 @@ class Engine:
             shards = self.settings.logical_shards   # deterministic: the scale must not depend on the ranks, so logical shard 0 decides
             self._measure_scale(totals.clone() if not shards or rows.start == 0 else torch.zeros_like(totals))
         if before is not None:
-            self.placement.begin_last_backward(before[1] + totals[1], self.scale.value)
+            self.placement.begin_last_backward(before[COUNT] + totals[COUNT], self.scale.value)
         self.placement.run_backward(loss * self.scale.value if self.scale.value != 1.0 else loss)
         return totals
 
@@ -319,7 +326,7 @@ class Engine:
 
         After that step its true count is known, the same on every layout, and replaces the guess.
         """
-        items = self.tokens.all_reduce(totals, label="first count")[1].item()
+        items = self.tokens.all_reduce(totals, label="first count")[COUNT].item()
         self.scale = LossScale.first(items * (self.settings.logical_shards or self.settings.accumulate))
 
     def _try_loss(self, piece: Any) -> Tensor:
@@ -342,29 +349,29 @@ class Engine:
 
     # ------------------------------------------------------------------ the update
 
-    def _apply(self, totals: Tensor, batch: Any) -> tuple[float, float, float, bool]:
-        """Returns loss, count, gradient norm, and whether the parameters were updated."""
+    def _apply(self, totals: Tensor, batch: Any) -> Outcome:
+        """Update the parameters. raises: LossError when nothing was counted; NonFinite"""
         norm_of_sums = self.placement.norm(totals)
-        total, count, norm, finite = apply_gradients(self.optimizer, self.placement.flat_gradients(), norm_of_sums, totals[:2],
-                                                     scale=self.scale.value * self.placement.summing.factor, clip=self.settings.clip)
-        self.settings.float8.end_step(self.tokens, finite=finite)
-        if not 0 < count < math.inf:   # nor NaN
-            raise LossError(f"rank {self.world_rank}: the loss counted {count:g} items over all ranks; "
+        outcome = apply_gradients(self.optimizer, self.placement.flat_gradients(), norm_of_sums, totals[:2],
+                                  scale=self.scale.value * self.placement.summing.factor, clip=self.settings.clip)
+        self.settings.float8.end_step(self.tokens, finite=outcome.finite)
+        if not 0 < outcome.items < math.inf:   # nor NaN
+            raise LossError(f"rank {self.world_rank}: the loss counted {outcome.items:g} items over all ranks; "
                             "the second value that a loss function returns is how many items it summed over")
         if self.settings.precision.scaled:
-            known = self.scale if self.steps_done else LossScale.first(count)   # replaces the guess
-            self.scale = known.after(overflow=not finite)
-        if not finite and (self.scale.is_hopeless or not self.settings.precision.scaled):
-            seen = f"step {self.steps_done + 1}: loss {total / count:g}, gradient norm {norm:g}"
+            known = self.scale if self.steps_done else LossScale.first(outcome.items)   # replaces the guess
+            self.scale = known.after(overflow=not outcome.finite)
+        if not outcome.finite and (self.scale.is_hopeless or not self.settings.precision.scaled):
+            seen = f"step {self.steps_done + 1}: loss {outcome.loss:g}, gradient norm {outcome.grad_norm:g}"
             seen += f", after {self.scale.overflows} overflows in a row" if self.scale.is_hopeless else ""
             found = explain_non_finite(self.settings.world, lambda: self._run_alone(batch), self.placement.local_gradients, seen,
                                        compress=self.placement.summing.compress)
             self._keeper.average_changed()
             self.placement.summing.forget()   # of huge gradients, what was rounded away is huge too
             raise found
-        if finite:
+        if outcome.finite:
             self.placement.publish()
-        return total / count, count, norm, finite
+        return outcome
 
     def _run_alone(self, batch: Any) -> Tensor:
         self.placement.abandon()

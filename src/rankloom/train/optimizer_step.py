@@ -4,6 +4,8 @@ Dividing by the count and clipping are one factor. A fused optimizer applies it 
 buffers are multiplied once. Of large gradients each rank computes the norm of a part: all ranks hold the same sums.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,20 @@ from rankloom.shard.optimizer import Optimizer, optimizers_of, takes_factor
 from rankloom.world.group import Group
 
 SHARE_NORM_ABOVE = 64 << 20   # bytes; below, an extra message costs more than the pass over memory that it saves
+
+
+class Outcome(NamedTuple):
+    """What a step came to, over all ranks."""
+
+    loss_sum: float
+    items: float       # over which the loss was summed
+    grad_norm: float   # of the mean gradient, before clipping
+    finite: bool       # all of it; else nothing was updated
+
+    @property
+    def loss(self) -> float:
+        """The mean over the items."""
+        return self.loss_sum / self.items
 
 
 @torch.no_grad()
@@ -31,13 +47,12 @@ def global_norm(flats: list[Tensor], group: Group | None = None) -> Tensor:
 
 @torch.no_grad()
 def apply_gradients(optimizer: Optimizer, flats: list[Tensor], sum_norm: Tensor, totals: Tensor, *, scale: float,
-                    clip: float | None) -> tuple[float, float, float, bool]:
+                    clip: float | None) -> Outcome:
     """Step the optimizer on the mean, clipped gradient; skip the step when the loss or a gradient is not finite.
 
     flats:    all gradients that the optimizer reads, summed over all ranks and multiplied by `scale`
     sum_norm: the 2-norm of these sums over the whole model, fp64
     totals:   fp64 [loss sum, count] over all ranks
-    returns:  (loss sum, count, gradient norm before clipping, whether all was finite)
     """
     if flats:   # a rank whose part of the model is frozen has none
         totals = totals.to(flats[0].device)   # where the optimizer runs
@@ -59,10 +74,10 @@ def apply_gradients(optimizer: Optimizer, flats: list[Tensor], sum_norm: Tensor,
         if getattr(optimizer, "grad_scale", None) is not None:   # set in a step before it got a hook
             optimizer.grad_scale = optimizer.found_inf = None   # type: ignore[union-attr]
         optimizer.step()
-    values = torch.stack((total, count, norm, bad.to(torch.float64))).tolist()   # the step's one wait for the device
-    if values[3]:
+    loss_sum, items, grad_norm, is_bad = torch.stack((total, count, norm, bad.to(torch.float64))).tolist()   # the step's one wait
+    if is_bad:
         _forget_new_state(optimizer, known)
-    return values[0], values[1], values[2], not values[3]
+    return Outcome(loss_sum, items, grad_norm, finite=not is_bad)
 
 
 def _forget_new_state(optimizer: Optimizer, known: list[int]) -> None:

@@ -38,7 +38,7 @@ from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import PLAIN_VALUES, Entry
 from rankloom.train.batches import cut_batch, map_tensors
-from rankloom.train.engine import Engine
+from rankloom.train.engine import COUNT, Engine
 from rankloom.train.expert_books import ExpertBooks
 from rankloom.train.pipeline.pipe import ChosenPipe, expect_counted_on_one_rank, refuse_masks_in_several_stages
 from rankloom.train.pipeline.running_microbatch import RunningMicrobatch
@@ -291,7 +291,7 @@ class PipelineEngine(Engine):
 
     def _run_in_free_order(self, batch: Any) -> Tensor:
         totals = self._run_schedule(batch)
-        self.placement.begin_last_backward(totals[1], self.scale.value)
+        self.placement.begin_last_backward(totals[COUNT], self.scale.value)
         self.placement.collect()
         return self._finish(totals)
 
