@@ -7,7 +7,7 @@ from torch import nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import copy_user_attributes, hooks_of, is_hooked
 from rankloom.base.layout import Layout
-from rankloom.parallel.tensor.heads import Cut, tell_local_counts
+from rankloom.parallel.tensor.heads import HeadCount, tell_local_counts
 from rankloom.parallel.tensor.holding import Holding, hold
 from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, Entrance
 from rankloom.parallel.tensor.overlap import OverlappedEntrance
@@ -26,7 +26,7 @@ class Cutting:
     pieces: int = 1                    # of a row-cut product (`overlap`)
     new: dict[int, tuple[nn.Parameter, nn.Parameter, Holding]] = field(default_factory=dict)   # id -> whole, part, how: ties are kept
     entrances: dict[str, Entrance] = field(default_factory=dict)
-    heads: dict[str, list[Cut]] = field(default_factory=dict)                                  # attention -> of queries, keys, values
+    heads: dict[str, list[HeadCount]] = field(default_factory=dict)                            # attention -> of queries, keys, values
 
     @property
     def sequence(self) -> bool:

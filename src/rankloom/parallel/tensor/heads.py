@@ -35,11 +35,11 @@ OF_AN_MLP = re.compile(r"(up|gate|fc1|fc_in|c_fc|w1|w3|lin1|linear1|ff\d?|ffn\d?
                        r"fc|lin_in|linear_in|dense_in|dense_h_to_4h|intermediate|expand")   # not fc_q, which is of attention
 
 
-class Cut(NamedTuple):
-    """Of queries, keys or values: the number of heads in all and on a rank, and the width of one."""
+class HeadCount(NamedTuple):
+    """Of queries, keys or values: how many heads there are, and how wide they are. The larger count compares as the larger."""
 
-    whole: int
-    here: int
+    whole: int   # in all
+    here: int    # on a rank
     width: int
 
 
@@ -192,18 +192,18 @@ def fused_heads_of(module: nn.Module, name: str, features: int) -> tuple[Heads, 
     return Heads(width, query, name), key_values or None
 
 
-def tell_local_counts(module: nn.Module, name: str, cuts: Sequence[Cut]) -> None:
-    """After the cut, set the counts of heads of an attention module, `name`, to those of this rank. cuts: of queries, keys and values
+def tell_local_counts(module: nn.Module, name: str, counts: Sequence[HeadCount]) -> None:
+    """After the cut, set the counts of heads of an attention module, `name`, to those of this rank. counts: of queries, keys and values
 
     raises: ConfigError where keys or values are still whole
     """
-    query, key_values = max(cuts), min(cuts)
+    query, key_values = max(counts), min(counts)
     if query.here < query.whole:
         _expect_no_whole_keys(module, name)
     values = [(QUERIES, query.here), (KEY_VALUES, key_values.here), (FEATURES, query.here * query.width),
               (QUERIES_OF_A_KEY, query.here // key_values.here)]
     known = {name: value for names, value in values for name in names}
-    here = {cut.whole: cut.here for cut in (key_values, query)}
+    here = {count.whole: count.here for count in (key_values, query)}
     for name in list(vars(module)):
         count = _count(module, name)
         counts_heads = re.search(r"head|^n?_?(h|kv)$", name) and not re.search(r"dim|size|width|^d_|_d$", name)

@@ -38,7 +38,7 @@ from rankloom.base.layout import Layout
 from rankloom.base.names import full_name
 from rankloom.parallel.tensor.cutting import Site
 from rankloom.parallel.tensor.heads import (
-    Cut,
+    HeadCount,
     Heads,
     fused_heads_of,
     has_width,
@@ -111,7 +111,8 @@ def column(site: Site, *, gathers: bool = False) -> None:
         if heads := _heads_of(site, features, siblings):
             _expect_unfused(site, features, len(siblings))
             spans, is_partial = heads.spans(features, ranks)
-            cutting.heads.setdefault(site.parent, []).append(Cut(features // heads.width, _length(spans) // heads.width, heads.width))
+            cutting.heads.setdefault(site.parent, []).append(
+                HeadCount(features // heads.width, _length(spans) // heads.width, heads.width))
         else:
             _expect_one_matrix(site, features, len(siblings))
             spans = cut_evenly(features, ranks, site.name)
@@ -177,7 +178,8 @@ def packed_column(site: Site, *, qkv: bool) -> None:
     if qkv:
         heads, key_values = fused_heads_of(cutting.model.get_submodule(site.parent), site.parent, features)
         spans, is_partial = heads.fused(features, key_values, ranks)
-        cutting.heads[site.parent] = [Cut(count, max(count // ranks, 1), heads.width) for count in (heads.query, key_values or heads.query)]
+        cutting.heads[site.parent] = [HeadCount(count, max(count // ranks, 1), heads.width)
+                                      for count in (heads.query, key_values or heads.query)]
     else:
         spans, is_partial = cut_evenly(features, ranks, site.name, parts=2), False
     _cut_outputs(site, _length(spans), spans, is_partial=is_partial)
