@@ -21,7 +21,7 @@ from rankloom.parallel.context.rows import RING, expect_kind
 from rankloom.parallel.replicas.equal_start import expect_fresh, expect_same_values, expect_same_values_in
 from rankloom.parallel.replicas.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.sections.wrapping import Policy, comparable, section_names
-from rankloom.parallel.tensor.apply import expect_pieces, expect_plan
+from rankloom.parallel.tensor.apply import expect_overlap, expect_plan
 from rankloom.parallel.zero import STAGES, expect_counts
 from rankloom.train.batch_size import LOGICAL_SHARDS
 from rankloom.train.blocks.wrap import blocks_of, classes_in
@@ -139,7 +139,7 @@ def check_axes(model: nn.Module, world: World, context: str, tensor_plan: Mappin
         raise ConfigError(f"context={context!r} has no meaning on a mesh without context ranks")
     if tensor_plan is not None and world.mesh.tensor == 1:   # the plan may be meant for other meshes; still check it
         expect_plan(model, tensor_plan)
-    expect_pieces("tensor_overlap", tensor_overlap)
+    expect_overlap("tensor_overlap", tensor_overlap)
 
 
 def check_blocks(model: nn.Module, world: World, stage: int, units: Policy, changes_blocks: bool, *, recompute: str | int) -> None:

@@ -65,7 +65,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     """
     expect_model_and_group(model, group)
     expect_type("plan", plan, (Mapping, NoneType), _PLAN)
-    expect_pieces("overlap", overlap)
+    expect_overlap("overlap", overlap)
     expect_type("finish_gradients", finish_gradients, bool, "True or False")
     plan = _plan_of(model) if plan is None else dict(plan)
     _expect_same_plan(plan, group)
@@ -98,8 +98,8 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     return model
 
 
-def expect_pieces(name: str, pieces: int) -> None:
-    """Check the number of pieces of a product. raises: ConfigError"""
+def expect_overlap(name: str, pieces: int) -> None:
+    """Check in how many pieces a product is to be computed. name: of the option. raises: ConfigError"""
     if isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1:
         raise ConfigError(f"{name}={pieces!r}, expected a whole number of pieces, 1 or more")
 
