@@ -120,7 +120,7 @@ def _map_parts(change: Callable[[Any], Any], batch: Any) -> Any:
             changed[key] = change(batch[key])   # not `update`, which the outputs of `transformers` refuse
         return changed
     if isinstance(batch, list | tuple):
-        return _alike(batch, [change(value) for value in batch])
+        return _with_values(batch, [change(value) for value in batch])
     if is_dataclass(batch) and not isinstance(batch, type):
         twin = copy.copy(batch)
         for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):   # a field without a default may be unset
@@ -129,19 +129,20 @@ def _map_parts(change: Callable[[Any], Any], batch: Any) -> Any:
     return batch
 
 
-def _alike(kind: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
-    """A list or tuple of the type of `kind` with these values, whatever arguments its constructor takes."""
-    if isinstance(kind, list):
-        twin = copy.copy(kind)
+def _with_values(given: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+    """A list or tuple of the class of `given` with these values, and its attributes, whatever arguments its constructor takes."""
+    if isinstance(given, list):
+        twin = copy.copy(given)
         twin[:] = values
         return twin
-    if hasattr(kind, "_make"):
-        return kind._make(values)
+    if hasattr(given, "_make"):
+        return given._make(values)
     try:
-        made = tuple.__new__(type(kind), values)
+        made = tuple.__new__(type(given), values)
     except TypeError:   # torch's own (a shape, the result of `max`) allow only their constructor
-        return type(kind)(values)
-    vars(made).update(vars(kind)) if hasattr(kind, "__dict__") else None
+        return type(given)(values)
+    if hasattr(given, "__dict__"):
+        vars(made).update(vars(given))
     return made
 
 
