@@ -247,18 +247,18 @@ class GradientReducer:
     def _lay_out(self) -> None:
         """Lay parameters and gradients out in buckets, in the order in which gradients arrived on rank 0."""
         names = list(self.owners)
-        late = [name for name in reversed(names) if name not in self._arrivals]
-        numbers = {name: number for number, name in enumerate(names)}
-        arrived = [numbers[name] for name in (*self._arrivals, *late)]
-        order = torch.tensor([*arrived, len(self._arrivals), self._arrivals.digest()], device="cpu")
-        *indices, arrived, digest = self.group.broadcast(order, label="order of gradients").tolist()
+        number_of = {name: number for number, name in enumerate(names)}
+        without_gradient = [name for name in reversed(names) if name not in self._arrivals]
+        mine = [number_of[name] for name in (*self._arrivals, *without_gradient)]
+        message = torch.tensor([*mine, len(self._arrivals), self._arrivals.digest()], device="cpu")
+        *order, arrived, digest = self.group.broadcast(message, label="order of gradients").tolist()
         self._arrivals.expect_alike(digest, self.group)
-        ordered = [names[index] for index in indices]
+        ordered = [names[number] for number in order]
         # Parameters without a gradient get buckets of their own: they would hold up the others in every step.
         for part in (ordered[:arrived], ordered[arrived:]):
             for owners in by_dtype(self.owners, [name for name in part if name not in self._by_rows]):
-                for names in cut_into_buckets({name: owner.nbytes for name, owner in owners.items()}, self._bucket_bytes):
-                    self._add_bucket(names)
+                for members in cut_into_buckets({name: owner.nbytes for name, owner in owners.items()}, self._bucket_bytes):
+                    self._add_bucket(members)
 
     def _add_bucket(self, names: list[str]) -> None:
         group = self._worker.group if self._worker else self.group
