@@ -7,14 +7,27 @@ from rankloom.base.compression import BACKEND, EXACT, why_not_for_slices
 from rankloom.models.config import GPTConfig
 from rankloom.train.blocks.budget import CHOICES, NONE
 
-HAS_EFFECT: dict[str, tuple[Any, tuple[int, ...]]] = {   # option: its default, and the stages at which another value has an effect
-    "all_reduce": (BACKEND, (0,)), "compress": (EXACT, (0, 1, 2, 3)), "compress_after": (0, (0, 1, 2, 3)),
-    "units": ("auto", (1, 2, 3)), "offload": (False, (1, 2, 3)),
-    "gradient_memory": (0, (2, 3)), "reshard_after_forward": (True, (3,)), "ahead": (1, (3,))}
+
+class Effect(NamedTuple):
+    """The default of an option, and the stages at which another value has an effect."""
+
+    default: Any
+    stages: tuple[int, ...]
+
+
+HAS_EFFECT = {
+    "all_reduce": Effect(BACKEND, (0,)),
+    "compress": Effect(EXACT, (0, 1, 2, 3)),
+    "compress_after": Effect(0, (0, 1, 2, 3)),
+    "units": Effect("auto", (1, 2, 3)),
+    "offload": Effect(False, (1, 2, 3)),
+    "gradient_memory": Effect(0, (2, 3)),
+    "reshard_after_forward": Effect(True, (3,)),
+    "ahead": Effect(1, (3,)),
+}
 FLOAT8_STEP = 16   # STEP of base/float8.py, which needs torch
 WITHOUT_PIPE = ("gradient_memory", "reshard_after_forward", "ahead")
 NOT_DETERMINISTIC = {"all_reduce": "it adds in an order of its own", "compress": "what is lost depends on the number of ranks"}
-
 NOT_ONE_GRAPH = ('with compile wants each block in one graph, and no graph contains what ranks along context, tensor or expert exchange '
                  'inside blocks: take "full", or the bytes that activations may take, or do not compile')
 
@@ -37,12 +50,13 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, ranks: Mapping[str, int |
     ['offload has no meaning at stage 0, only at stage 1 and 2 and 3']
     """
     several = {axis for axis, n in ranks.items() if n != 1}
-    shared, replicas = several & {"context", "tensor", "expert"}, bool(several & {"replicate", "context", "expert"})
-    split = bool(shared) or "pipe" in several
-    slices = stage > 0 and "shard" in several   # several ranks share the summed gradients; with `replicas`, others have the same share
-    sums = replicas or "shard" in several or not split   # False: ranks only split the model, and no gradient is summed over ranks
+    exchanges_in_blocks = bool(several & {"context", "tensor", "expert"})
+    is_split = exchanges_in_blocks or "pipe" in several
+    has_replicas = bool(several & {"replicate", "context", "expert"})   # other ranks hold the same, and gradients are summed over them
+    has_slices = stage > 0 and "shard" in several                       # each rank keeps a slice of the summed gradients
+    sums_gradients = has_replicas or "shard" in several or not is_split
     deterministic = asked.get("deterministic", 0)
-    if deterministic and split:
+    if deterministic and is_split:
         yield Conflict("deterministic", "holds bits equal along the data axes only: use a mesh of replicate and shard, or turn it off")
     if asked.get("pipe") is not None and "pipe" not in several:
         yield Conflict("pipe", "has no meaning on a mesh without pipe ranks")
@@ -50,21 +64,21 @@ def conflicts(asked: Mapping[str, Any], *, stage: int, ranks: Mapping[str, int |
         yield Conflict("tensor_overlap", "has no meaning on a mesh without tensor ranks")
     if asked.get("tensor_overlap", 1) != 1 and asked.get("float8"):
         yield Conflict("tensor_overlap", "has no meaning with precision fp8: products in 8 bits are not computed in pieces")
-    if shared and asked.get("compile") and asked.get("recompute") == "selective":
+    if exchanges_in_blocks and asked.get("compile") and asked.get("recompute") == "selective":
         yield Conflict("recompute", NOT_ONE_GRAPH)
     if asked.get("offload_activations") and asked.get("recompute", NONE) not in CHOICES:
         yield Conflict("offload_activations", "moves away what recompute counts, a number of bytes: only with none, selective or full")
     compress = asked.get("compress", EXACT)
-    if compress != EXACT and not sums:
+    if compress != EXACT and not sums_gradients:
         yield Conflict("compress", "has nothing to compress where ranks only split the model: no gradient is summed over ranks")
-    if slices and (reason := why_not_for_slices(compress, replicas)):
+    if has_slices and (reason := why_not_for_slices(compress, has_replicas)):
         yield Conflict("compress", reason)
     if compress != EXACT and asked.get("gradient_memory"):
         yield Conflict("gradient_memory", f"has no meaning with compress={compress!r}: gradients are then reduced once a step")
     for option, (default, stages) in HAS_EFFECT.items():
         if option not in asked or repr(asked[option]) == repr(default):   # 1 == True, but asks for something else
             continue
-        if option == "all_reduce" and split:
+        if option == "all_reduce" and is_split:
             yield Conflict(option, "is for data parallel alone: not on a mesh with other axes than replicate and shard")
         if option in NOT_DETERMINISTIC and deterministic:
             yield Conflict(option, f"has no meaning with deterministic: {NOT_DETERMINISTIC[option]}")
