@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankloom.base.compression import BACKEND, EXACT
 from rankloom.base.errors import UnitError
 from rankloom.base.hooks import hook_gradient, keep_with
 from rankloom.base.names import full_name
-from rankloom.comm.choose import BACKEND
-from rankloom.comm.compress import EXACT, Summing
+from rankloom.comm.compress import Summing
 from rankloom.parallel.gradients.reducer import GradientReducer
 from rankloom.parallel.replicas.buffers import BufferKeeper
 from rankloom.parallel.replicas.equal_start import expect_model_and_group, expect_same_values, make_replicas_equal

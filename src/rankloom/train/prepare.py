@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rankloom.base.compression import BACKEND, EXACT
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Sink
 from rankloom.base.modes import with_memory
 from rankloom.base.tensors import keep_until_read
-from rankloom.comm.choose import BACKEND
-from rankloom.comm.compress import EXACT, Summing
+from rankloom.comm.compress import Summing
 from rankloom.parallel.context.rows import RING
 from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.initial_values import FirstValues, InitialValues, put_stand_ins
