@@ -27,7 +27,7 @@ from rankloom.base.names import full_name
 from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
 from rankloom.parallel.axes import expect_same_part
-from rankloom.parallel.initial_values import FirstValues, InitialValues, give_memory, put_stand_ins
+from rankloom.parallel.initial_values import InitialParts, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.replicas.buffers import BufferKeeper
 from rankloom.parallel.replicas.equal_start import expect_model_and_group, expect_same_values, expect_same_values_in, make_replicas_equal
@@ -261,15 +261,9 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
                "reshard_after_forward": reshard_after_forward, "ahead": ahead}
     expect_same_values_in(group, replicas, "way to shard", options)
     expect_same_values(replicas, "way to shard", options)
-    first = None
-    if fill is None:
-        for ranks in (group, replicas):
-            make_replicas_equal(model, ranks)
-    else:
-        split = ModelSplit.found_in(model, group.alone())
-        first = FirstValues(InitialValues(model, fill, 0, option="fill"), group, replicas, *split.parts, split=split)
-        put_stand_ins(model, group.device)
-        give_memory(model, first, group.device, lambda param: False)
+    for ranks in (group, replicas) if fill is None else ():
+        make_replicas_equal(model, ranks)
+    parts = None if fill is None else _begin_to_fill(model, fill, group, replicas)
 
     def formats(param: nn.Parameter) -> Formats:
         own = param.dtype   # which integers keep
@@ -278,14 +272,23 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     # math.inf: `no_sync` is for accumulating without communication.
     strategy = ShardingStrategy(3, formats, units=units, reshard_after_forward=reshard_after_forward, ahead=ahead, summing=summing,
                                 gradient_memory=math.inf, scale=1.0 / (group.size * replicas.size), reduces_once=False)
-    sharding = shard(model, group, replicas, strategy, fill=first)
-    if first is not None:
-        found = group.all_gather_object(first.make.problem, label="initial values")
-        replicas.agree("\n".join(filter(None, found)) or None, label="initial values")
+    sharding = shard(model, group, replicas, strategy, fill=parts)
+    if parts is not None:
+        problems = group.all_gather_object(parts.make.problem, label="initial values")
+        replicas.agree("\n".join(filter(None, problems)) or None, label="initial values")
     return FullySharded(model, sharding, summing, compute)
 
 
 def _expect_source_of_values(model: nn.Module, fill: Fill | None) -> None:
+def _begin_to_fill(model: nn.Module, fill: Fill, group: Group, replicas: Group) -> InitialParts:
+    """Fill the buffers of a model on the meta device, and take its parameters' memory away. Returns what fills these, slice by slice."""
+    split = ModelSplit.found_in(model, group.alone())
+    parts = InitialParts(InitialValues(model, fill, 0, option="fill"), group, replicas, *split.parts, split=split)
+    put_stand_ins(model, group.device)
+    give_memory(model, parts, group.device, lambda param: False)
+    return parts
+
+
     """Raise ConfigError when parameters on the meta device have no `fill`, or when there are none to fill."""
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
     if fill is None and on_meta is not None:

@@ -1,7 +1,7 @@
 """Models on the meta device: built without memory, and given values once they are cut.
 
     InitialValues    fills a whole tensor, by its name in the plain model; made before the model is split
-    FirstValues      fills a rank's part: the first rank makes the whole tensor and broadcasts it, every rank cuts its part out
+    InitialParts     fills a rank's part: the first rank makes the whole tensor and broadcasts it, every rank cuts its part out
     put_stand_ins    replaces parameters by stand-ins, which have a shape but no memory until units (shard/unit.py) allocate it
     give_memory      allocates what is in no unit: buffers, and parameters that stay whole
 
@@ -85,7 +85,7 @@ class InitialValues:
             self._unfilled.append(name)
 
 
-class FirstValues:
+class InitialParts:
     """Fills this rank's part of each tensor. All ranks hold parts of one whole, which the first rank makes.
 
     make:   fills whole tensors

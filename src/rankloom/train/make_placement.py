@@ -21,7 +21,7 @@ from rankloom.parallel.data import embeddings
 from rankloom.parallel.expert import TOKEN_AXES, ExpertReplicas
 from rankloom.parallel.gradients.reducer import GradientReducer
 from rankloom.parallel.gradients.same_bits import CanonicalReducer
-from rankloom.parallel.initial_values import FirstValues, give_memory
+from rankloom.parallel.initial_values import InitialParts, give_memory
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.replicas.equal_start import expect_same_values
 from rankloom.parallel.zero import ShardingStrategy, shard
@@ -39,7 +39,7 @@ from rankloom.world.world import World
 
 
 def place_whole(model: nn.Module, settings: Settings, build: Build, summing: Summing,
-                fill: FirstValues | None) -> tuple[Placement, Optimizer]:
+                fill: InitialParts | None) -> tuple[Placement, Optimizer]:
     """Replicate the model. fill: gives values to a model on the meta device"""
     world = settings.world
     if fill is not None:
@@ -54,7 +54,7 @@ def place_whole(model: nn.Module, settings: Settings, build: Build, summing: Sum
     return placement, _made_alike(build, placement.owners, world)
 
 
-def place_cut(model: nn.Module, settings: Settings, build: Build, strategy: ShardingStrategy, fill: FirstValues | None,
+def place_cut(model: nn.Module, settings: Settings, build: Build, strategy: ShardingStrategy, fill: InitialParts | None,
               *, split: ModelSplit, stages: LocalStages | None) -> tuple[Placement, Optimizer]:
     """Shard the model.
 

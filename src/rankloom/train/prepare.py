@@ -26,7 +26,7 @@ from rankloom.base.tensors import keep_until_read
 from rankloom.comm.compress import Summing
 from rankloom.parallel.context.rows import RING
 from rankloom.parallel.expert import TOKEN_AXES
-from rankloom.parallel.initial_values import FirstValues, InitialValues, put_stand_ins
+from rankloom.parallel.initial_values import InitialParts, InitialValues, put_stand_ins
 from rankloom.parallel.replicas.equal_start import expect_same_tensors, expect_same_values, make_replicas_equal
 from rankloom.parallel.sections.wrapping import AUTO, Policy
 from rankloom.parallel.zero import ShardingStrategy
@@ -143,7 +143,7 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     chosen = None if world.mesh.pipe == 1 else cut_by_measure(Pipe.of(pipe, model, loss, settings.precision), model, world)
     dropout = DropoutKey(seed)
     split = split_model(model, world, tensor_plan, tensor_overlap, context, dropout.set_token_positions)
-    fill = None if initial is None else FirstValues(initial, beside_pipe(world), split=split)
+    fill = None if initial is None else InitialParts(initial, beside_pipe(world), split=split)
     if fill is not None:
         put_stand_ins(model, world.device)
     float8 = _in_float8(model, world, settings.precision)
