@@ -30,9 +30,10 @@ from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.initial_values import InitialParts, InitialValues, give_memory, put_stand_ins
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.replicas.buffers import BufferKeeper
-from rankloom.parallel.replicas.equal_start import expect_model_and_group, expect_same_values, expect_same_values_in, make_replicas_equal
+from rankloom.parallel.replicas.equal_start import expect_same_values, expect_same_values_in, make_replicas_equal
 from rankloom.parallel.replicas.guards import call_hooks, guard_owners
 from rankloom.parallel.replicas.known_parameters import KnownParameters, expect_none_beside
+from rankloom.parallel.replicas.refused import expect_model_and_group
 from rankloom.parallel.replicas.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.sections.forward_backward import Moment
 from rankloom.parallel.sections.reduction_order import Reducing
@@ -279,7 +280,6 @@ def fully_shard(model: nn.Module, group: Group, *, replicas: Group | None = None
     return FullySharded(model, sharding, summing, compute)
 
 
-def _expect_source_of_values(model: nn.Module, fill: Fill | None) -> None:
 def _begin_to_fill(model: nn.Module, fill: Fill, group: Group, replicas: Group) -> InitialParts:
     """Fill the buffers of a model on the meta device, and take its parameters' memory away. Returns what fills these, slice by slice."""
     split = ModelSplit.found_in(model, group.alone())
@@ -289,6 +289,7 @@ def _begin_to_fill(model: nn.Module, fill: Fill, group: Group, replicas: Group) 
     return parts
 
 
+def _expect_source_of_values(model: nn.Module, fill: Fill | None) -> None:
     """Raise ConfigError when parameters on the meta device have no `fill`, or when there are none to fill."""
     on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
     if fill is None and on_meta is not None:

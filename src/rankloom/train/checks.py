@@ -18,7 +18,8 @@ from rankloom.base.expect import expect_callable, expect_type
 from rankloom.base.hooks import hooks_of
 from rankloom.parallel.axes import axes_of
 from rankloom.parallel.context.rows import RING, expect_kind
-from rankloom.parallel.replicas.equal_start import expect_fresh, expect_same_values, expect_same_values_in
+from rankloom.parallel.replicas.equal_start import expect_same_values, expect_same_values_in
+from rankloom.parallel.replicas.refused import expect_fresh
 from rankloom.parallel.replicas.sync_batch_norm import expect_no_sync_batch_norm
 from rankloom.parallel.sections.wrapping import Policy, comparable, section_names
 from rankloom.parallel.tensor.apply import expect_overlap, expect_plan

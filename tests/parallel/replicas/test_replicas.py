@@ -15,7 +15,8 @@ from torch import nn
 import rankloom as rl
 from patience import AT_ONCE
 from rankloom.parallel.replicas.buffers import SAMPLE, BufferKeeper, Sampled
-from rankloom.parallel.replicas.equal_start import PIECE_BYTES, _first_shared, _runs, make_replicas_equal, named_state
+from rankloom.parallel.replicas.equal_start import PIECE_BYTES, make_replicas_equal, named_state
+from rankloom.parallel.replicas.refused import _first_shared, _runs
 
 
 def make(first: int = 2, second: int = 3, value: float = 0.5, dtype: torch.dtype = torch.float32) -> nn.Sequential:

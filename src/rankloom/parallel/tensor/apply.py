@@ -23,8 +23,9 @@ from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.base.names import is_inside
 from rankloom.parallel.axes import note_axis
-from rankloom.parallel.replicas.equal_start import expect_model_and_group, make_replicas_equal
+from rankloom.parallel.replicas.equal_start import make_replicas_equal
 from rankloom.parallel.replicas.guards import guard_part
+from rankloom.parallel.replicas.refused import expect_model_and_group
 from rankloom.parallel.sections.wrapping import repeated_blocks
 from rankloom.parallel.tensor.between import watch_dropout
 from rankloom.parallel.tensor.cutting import Cutting, Site
