@@ -143,39 +143,47 @@ class _Look:
     def _difference(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> str | None:
         """What differs, "" if nothing does; None if that could not be found out: the copies could not be called so, ranks got others'
         arguments, or the whole copy sent something, as a block does that moves its activations itself: it knows nothing of being whole."""
-        values = _values(self.whole, next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), next(block.parameters())))
-        held = holdings(self.cut)
+        by_tokens = self.between is not WHOLE
         whole_again = partial(redistribute, src=self.between, dst=WHOLE, group=self.group, label="same function")
         given = with_first(args, kwargs, whole_again, first_parameter(block))
-        sent, device = self.group.ledger.messages, self.group.device
-        call = lambda values: _called(self.whole, values | _buffers(block), *given)
+        call_whole = lambda values: _called(self.whole, values | _buffers(block), *given)
+        values = _values(self.whole, next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), next(block.parameters())))
+        sent = self.group.ledger.messages
         with _Rounding() as seen:
-            whole = call(values)
-        fails = torch.tensor([isinstance(whole, Exception) or self.group.ledger.messages != sent], device=device)
-        mine = fingerprint(torch.cat([fails, *(bits(x).to(device) for x in tensors_in(given))]))
-        by_tokens = self.between is not WHOLE
-        if (self.group.all_gather(mine[None], label="same function: arguments") != mine).any():
+            whole = call_whole(values)
+        failed, has_sent = isinstance(whole, Exception), self.group.ledger.messages != sent
+        if not self._is_alike_on_all_ranks(failed or has_sent, given) or (failed and not by_tokens) or (has_sent and not failed):
             return None
-        if fails and not (by_tokens and isinstance(whole, Exception)):
-            return None
-        parts = {name: held[name].cut(value, self.group.rank) for name, value in values.items()}
-        cut = _called(self.cut, parts | _buffers(block), args, kwargs)
+        cut = self._call_cut(block, values, args, kwargs)
         if isinstance(cut, Exception):
             is_of_shapes = type(cut) in (RuntimeError, ValueError, ShapeMismatch)   # other kinds have other causes
-            hint = POSITIONS if isinstance(whole, Exception) else A_SIZE
-            return f"it raises {type(cut).__name__}: {cut}. {hint}" if is_of_shapes else None
+            return f"it raises {type(cut).__name__}: {cut}. {POSITIONS if failed else A_SIZE}" if is_of_shapes else None
         if isinstance(whole, Exception):
             return None
         if by_tokens:
             cut[""] = [redistribute(x, self.between, WHOLE, self.group, label="same function") for x in cut[""][:1]]
         differs = partial(_differs, x=next(tensors_in(given)), eps=seen.eps)
         wrong = [name for name in whole if name in cut and any(map(differs, cut[name], whole[name]))]
-        if "" in wrong and ROUNDINGS * seen.eps < OF_WHAT_IS_ADDED:
-            again = call(_moved(values, seen.eps))
+        if "" not in wrong:   # the block itself
+            return self._own_terms(whole, cut) if trains else ""
+        if ROUNDINGS * seen.eps < OF_WHAT_IS_ADDED:
+            again = call_whole(_moved(values, seen.eps))
             if not isinstance(again, Exception) and any(map(differs, again[""], whole[""])):
                 return ""   # it is chaotic: moving each weight by one rounding changes the whole block as much
-        first = f", the first behind {wrong[0]}" if wrong and wrong[0] else ""
-        return f"it returns other values{first}. {ACROSS}" if "" in wrong else self._own_terms(whole, cut) if trains else ""
+        return f"it returns other values{f', the first behind {wrong[0]}' if wrong[0] else ''}. {ACROSS}"
+
+    def _is_alike_on_all_ranks(self, outcome: bool, given: Any) -> bool:
+        """Whether all ranks have called the whole copy with the same arguments, with the same outcome. A collective."""
+        device = self.group.device
+        mine = fingerprint(torch.cat([torch.tensor([outcome], device=device), *(bits(x).to(device) for x in tensors_in(given))]))
+        return bool((self.group.all_gather(mine[None], label="same function: arguments") == mine).all())
+
+    def _call_cut(self, block: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, ...],
+                  kwargs: dict[str, Any]) -> Returned | Exception:
+        """What the cut copy returns, with this rank's parts of the values."""
+        held = holdings(self.cut)
+        parts = {name: held[name].cut(value, self.group.rank) for name, value in values.items()}
+        return _called(self.cut, parts | _buffers(block), args, kwargs)
 
     def _own_terms(self, whole: Returned, cut: Returned) -> str:
         """Of which parameter each rank would have one term of the gradient, which nothing sums, or "": that of a module whose parameters
