@@ -17,7 +17,7 @@ from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.context.sequences import cut_sequence
-from rankloom.parallel.tensor.between import Between
+from rankloom.parallel.tensor.cut_region import CutRegion
 from rankloom.train import dropout
 from rankloom.train.dropout import DropoutKey, KeyedDropout, key_dropout, keyed_mask
 from seeded import seeded
@@ -558,9 +558,9 @@ def test_dropout_that_is_turned_on_later_drops_as_in_one_process():
 def test_a_compiled_block_knows_between_which_of_its_layers_features_are_cut():
     def build():
         layers = [nn.Identity(), KeyedDropout(0.5, "inside", DropoutKey(5)), nn.Identity(), KeyedDropout(0.5, "after", DropoutKey(5))]
-        layers[1].between = layers[3].between = between = Between(rank=1, heads=0)
-        layers[0].register_forward_hook(between.enter)
-        layers[2].register_forward_pre_hook(between.leave)
+        layers[1].cut_region = layers[3].cut_region = region = CutRegion(rank=1, heads=0)
+        layers[0].register_forward_hook(region.enter)
+        layers[2].register_forward_pre_hook(region.leave)
         return layers
 
     x, plain, block = torch.ones(1, 3, 40), nn.Sequential(*build()), torch.compile(nn.Sequential(*build()), backend="aot_eager")

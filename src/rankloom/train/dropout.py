@@ -24,7 +24,7 @@ from rankloom.base.hooks import hooks_of
 from rankloom.base.rng import key_to_seed
 from rankloom.parallel.context.apply import KEYED_DROPOUT
 from rankloom.parallel.context.sequences import Spans, take_run
-from rankloom.parallel.tensor.between import Between
+from rankloom.parallel.tensor.cut_region import CutRegion
 from rankloom.train.batches import rows_if_any
 from rankloom.world.group import Group
 
@@ -112,7 +112,7 @@ class Keyed(_DropoutNd):
         self.name, self.key = name, key   # before `p`, whose setter uses the key
         super().__init__(p, inplace)
         self.part = part
-        self.between: Between | None = None   # tensor parallel: says when features or heads are split
+        self.cut_region: CutRegion | None = None   # tensor parallel: says when features or heads are split
         self._place = _take_place(self)
 
     @property
@@ -144,7 +144,7 @@ class Keyed(_DropoutNd):
             return x.mul_(0.0) if self.inplace else x * 0.0
         together = 1 if self.dims == 2 and x.dim() == 3 else self.dims   # as torch's Dropout2d: rows of [channels, positions]
         like = x.new_empty(x.shape[:-together]) if together else x.detach()
-        is_cut = self.between is not None and self.between.is_cut
+        is_cut = self.cut_region is not None and self.cut_region.is_cut
         if torch.compiler.is_compiling():
             kept = keyed_mask(like, self._place, torch.empty(0, device="cpu"), is_cut)
         else:
@@ -173,12 +173,12 @@ class Keyed(_DropoutNd):
 
     def _first(self, x: Tensor, rows: int, is_cut: bool) -> tuple[int, int]:
         """The indices, in the whole tensor, of the first head and the first column of `x`."""
-        if not (is_cut and self.between and x.dim()):
+        if not (is_cut and self.cut_region and x.dim()):
             return 0, 0
         heads = prod(x.shape[:-2]) // rows if x.dim() > 2 else 0
-        if heads and heads == self.between.heads and (x.dim() > 3 or x.shape[0] != rows or x.shape[-1] == x.shape[-2]):
-            return self.between.rank * heads, 0
-        return 0, self.between.rank * x.shape[-1]
+        if heads and heads == self.cut_region.heads and (x.dim() > 3 or x.shape[0] != rows or x.shape[-1] == x.shape[-2]):
+            return self.cut_region.rank * heads, 0
+        return 0, self.cut_region.rank * x.shape[-1]
 
     def _has_tokens_first(self, x: Tensor) -> bool:
         """Whether x is [tokens, rows, features], and not a square of attention, whose dim 0 may hold rows and heads."""
@@ -271,7 +271,7 @@ def key_dropout(model: nn.Module, key: DropoutKey) -> int:
     for name, module in found:
         parent, _, child = name.rpartition(".")
         keyed = KINDS[type(module)](module.p, name, key, getattr(module, "part", (0, 1)), module.inplace)
-        keyed.between = getattr(module, "between", None)
+        keyed.cut_region = getattr(module, "cut_region", None)
         vars(keyed).update(hooks_of(module))
         setattr(model.get_submodule(parent), child, keyed.train(module.training))
     return len(found)

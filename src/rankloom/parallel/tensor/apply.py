@@ -27,7 +27,7 @@ from rankloom.parallel.replicas.equal_start import make_replicas_equal
 from rankloom.parallel.replicas.guards import guard_part
 from rankloom.parallel.replicas.refused import expect_model_and_group
 from rankloom.parallel.sections.wrapping import repeated_blocks
-from rankloom.parallel.tensor.between import watch_dropout
+from rankloom.parallel.tensor.cut_region import watch_dropout
 from rankloom.parallel.tensor.cutting import Cutting, Site
 from rankloom.parallel.tensor.holding import Holding, held_parameters, sum_partial_gradients
 from rankloom.parallel.tensor.same_function import keep_whole, look_before_first_call

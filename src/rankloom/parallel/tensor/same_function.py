@@ -86,25 +86,25 @@ def without_memory(block: nn.Module) -> nn.Module | None:
         return None
 
 
-def look_before_first_call(model: nn.Module, kept: Mapping[str, nn.Module], group: Group, between: Layout) -> None:
+def look_before_first_call(model: nn.Module, kept: Mapping[str, nn.Module], group: Group, stream: Layout) -> None:
     """After the cut: compare each block that `keep_whole` kept with its whole copy, before its first call.
 
-    between: the layout of activations between blocks
+    stream:  the layout of activations between blocks
     sent:    at that call, what a forward of the block sends, and two small collectives. Not in the ledger
     raises:  ConfigError, then, on all ranks
     """
     for name, whole in kept.items():
         block = model.get_submodule(name)
         if (cut := without_memory(block)) is not None:
-            look = _Look(whole, cut, group, name, between if name else WHOLE)
+            look = _Look(whole, cut, group, name, stream if name else WHOLE)
             block.register_forward_pre_hook(look, with_kwargs=True)
 
 
 class _Look:
     """A forward pre-hook that compares a block's copies once, then removes itself. In debug mode they are compared behind that forward."""
 
-    def __init__(self, whole: nn.Module, cut: nn.Module, group: Group, name: str, between: Layout):
-        self.whole, self.cut, self.group, self.name, self.between = whole, cut, group, name, between
+    def __init__(self, whole: nn.Module, cut: nn.Module, group: Group, name: str, stream: Layout):
+        self.whole, self.cut, self.group, self.name, self.stream = whole, cut, group, name, stream
         self.tries = TRIES
         for block in (whole, cut):
             block.eval()
@@ -143,8 +143,8 @@ class _Look:
     def _difference(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> str | None:
         """What differs, "" if nothing does; None if that could not be found out: the copies could not be called so, ranks got others'
         arguments, or the whole copy sent something, as a block does that moves its activations itself: it knows nothing of being whole."""
-        by_tokens = self.between is not WHOLE
-        whole_again = partial(redistribute, src=self.between, dst=WHOLE, group=self.group, label="same function")
+        by_tokens = self.stream is not WHOLE
+        whole_again = partial(redistribute, src=self.stream, dst=WHOLE, group=self.group, label="same function")
         given = with_first(args, kwargs, whole_again, first_parameter(block))
         call_whole = lambda values: _called(self.whole, values | _buffers(block), *given)
         values = _values(self.whole, next((x for x in tensors_in((args, kwargs)) if x.is_floating_point()), next(block.parameters())))
@@ -161,7 +161,7 @@ class _Look:
         if isinstance(whole, Exception):
             return None
         if by_tokens:
-            cut[""] = [redistribute(x, self.between, WHOLE, self.group, label="same function") for x in cut[""][:1]]
+            cut[""] = [redistribute(x, self.stream, WHOLE, self.group, label="same function") for x in cut[""][:1]]
         differs = partial(_differs, x=next(tensors_in(given)), eps=seen.eps)
         wrong = [name for name in whole if name in cut and any(map(differs, cut[name], whole[name]))]
         if "" not in wrong:   # the block itself

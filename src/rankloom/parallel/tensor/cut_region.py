@@ -15,7 +15,7 @@ from rankloom.world.group import Group
 
 
 @dataclass(slots=True)
-class Between:
+class CutRegion:
     """Whether a module's forward is now between its column-cut and its row-cut layers, where ranks have different features or heads.
 
     heads: query heads of this rank, if it is attention
@@ -35,24 +35,24 @@ class Between:
 
 
 def watch_dropout(model: nn.Module, columns: list[str], rows: list[str], heads: Mapping[str, int], group: Group) -> None:
-    """Give a `Between` to every `nn.Dropout` inside a module that has column-cut and row-cut layers; its p may be raised from 0 later.
+    """Give a `CutRegion` to every `nn.Dropout` inside a module that has column-cut and row-cut layers; its p may be raised from 0 later.
 
     columns, rows: names of these layers
     heads:         attention module -> query heads of this rank
     """
-    known: dict[str, Between] = {}
+    known: dict[str, CutRegion] = {}
     for name, module in model.named_modules():
         owner = _owner(name, columns, rows) if type(module) is nn.Dropout and group.size > 1 else None
         if owner is None:
             continue
         if owner not in known:
-            known[owner] = Between(group.rank, heads.get(owner, 0))
+            known[owner] = CutRegion(group.rank, heads.get(owner, 0))
             model.get_submodule(owner).register_forward_pre_hook(known[owner].leave)
             for column in _inside(owner, columns):
                 model.get_submodule(column).register_forward_hook(known[owner].enter)
             for row in _inside(owner, rows):
                 model.get_submodule(row).register_forward_pre_hook(known[owner].leave)
-        vars(module)["between"] = known[owner]
+        vars(module)["cut_region"] = known[owner]
 
 
 def _owner(name: str, columns: list[str], rows: list[str]) -> str | None:
