@@ -122,24 +122,25 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     model = compiled_in_place(model)
     shards = logical_shards(deterministic, world, accumulate)
     settings = Settings(loss, accumulate, clip, precision_named(precision), shards, schedule, world, sink)
-    summing: dict[str, Any] = {"all_reduce": all_reduce, "compress": compress, "compress_after": compress_after}
-    cutting: dict[str, Any] = {"units": units, "reshard_after_forward": reshard_after_forward, "ahead": ahead, "offload": offload,
-                               "gradient_memory": gradient_memory}
+    sharding: dict[str, Any] = {"units": units, "reshard_after_forward": reshard_after_forward, "ahead": ahead, "offload": offload,
+                                "gradient_memory": gradient_memory}
+    asked: dict[str, Any] = {"pipe": pipe, "tensor_overlap": tensor_overlap, "recompute": recompute, "all_reduce": all_reduce,
+                             "compress": compress, "compress_after": compress_after, **sharding}
     changes_blocks = recompute != NONE or offload_activations or compile
     check_plain(settings, seed=seed, offload=offload, offload_activations=offload_activations, compile=compile)
     check_model(model, settings)
     check_axes(model, world, context, tensor_plan, tensor_overlap)
-    blocks_only = {"units": AUTO} if changes_blocks and classes_in(units) else {}   # classes then say what is a block, at any stage
-    inside: dict[str, Any] = {"pipe": pipe, "tensor_overlap": tensor_overlap, "recompute": recompute}
-    check_options(settings, stage, {"offload_activations": offload_activations, **inside, **summing, **cutting, **blocks_only})
+    units_name_blocks = changes_blocks and classes_in(units)   # which has an effect at any stage
+    check_options(settings, stage, {**asked, "units": AUTO if units_name_blocks else units, "offload_activations": offload_activations})
     check_blocks(model, world, stage, units, changes_blocks, recompute=recompute)
-    check_alike(settings, stage, {"seed": seed, "context": context, "tensor_plan": tensor_plan, **inside, **summing, **cutting})
+    check_alike(settings, stage, {"seed": seed, "context": context, "tensor_plan": tensor_plan, **asked})
     vars(model)["_prepared_by_rankloom"] = True   # up to here nothing has been changed
 
     if settings.logical_shards:
         _compute_alike(model, world)
     initial = _bring_to_device(model, world, settings.precision, initialize, seed)
     expect_same_values(world, "model", code_of(model))
+
     chosen = None if world.mesh.pipe == 1 else cut_by_measure(Pipe.of(pipe, model, loss, settings.precision), model, world)
     dropout = DropoutKey(seed)
     split = split_model(model, world, tensor_plan, tensor_overlap, context, dropout.set_token_positions)
@@ -151,10 +152,11 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
     settings = replace(settings, float8=float8, recompute=_change_blocks(model, world, units, recompute, offload_activations, compile))
     stages = None if chosen is None else make_local(model, chosen, world.group("pipe"), accumulate, units,
                                                     RunningMicrobatch(dropout, world.group("context"), context), sparing=recompute != NONE)
+
     if stage == 0 and not is_split(world):
         placement, made = place_whole(model, settings, optimizer, Summing(all_reduce, compress, compress_after), fill)
     else:
-        strategy = ShardingStrategy(stage, formats_of(model, settings.precision), **cutting, hooked=stages is None,
+        strategy = ShardingStrategy(stage, formats_of(model, settings.precision), **sharding, hooked=stages is None,
                                     float8=float8.readers(model), summing=Summing(all_reduce, compress, compress_after))
         placement, made = place_cut(model, settings, optimizer, strategy, fill, split=split, stages=stages)
     kind = Engine if stages is None else PipelineEngine
