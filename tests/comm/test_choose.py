@@ -20,7 +20,7 @@ SLOW_BETWEEN = Links(inside=Link(20.0, 80.0), host=Link(1.0, 400.0), between=Lin
 
 @pytest.fixture
 def table(monkeypatch):
-    monkeypatch.setattr(choose, "_ALGORITHMS", dict(choose._ALGORITHMS))
+    monkeypatch.setattr(choose, "_ALL_REDUCES", dict(choose._ALL_REDUCES))
 
 
 def test_backend_means_the_backends_own_and_ring_means_the_ring():
@@ -30,7 +30,7 @@ def test_backend_means_the_backends_own_and_ring_means_the_ring():
 
 def test_a_config_file_knows_every_name_that_there_is():
     assert list(typing.get_args(Comm.model_fields["all_reduce"].annotation)) == NAMES
-    assert set(choose._ALGORITHMS) == set(NAMES)
+    assert set(choose._ALL_REDUCES) == set(NAMES)
 
 
 def test_a_registered_algorithm_is_found_by_its_name(table):

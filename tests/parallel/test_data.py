@@ -608,7 +608,7 @@ def test_an_embedding_that_only_one_rank_used_and_one_that_nobody_used():
 
 
 def test_a_registered_all_reduce_is_used_in_a_thread_of_its_own_and_sees_every_bucket(monkeypatch):
-    monkeypatch.setattr(choose, "_ALGORITHMS", dict(choose._ALGORITHMS))
+    monkeypatch.setattr(choose, "_ALL_REDUCES", dict(choose._ALL_REDUCES))
     seen = {}
 
     def halving(x, group):

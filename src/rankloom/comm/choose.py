@@ -94,7 +94,7 @@ def in_two_levels(between: AllReduce) -> AllReduce:
     return lambda x, group: hierarchical_all_reduce(x, group, group.topology.nodes, between=between)
 
 
-_ALGORITHMS: dict[str, AllReduce | None] = {
+_ALL_REDUCES: dict[str, AllReduce | None] = {
     BACKEND: None, AUTO: auto_all_reduce, **{name: algorithm.run for name, algorithm in ALGORITHMS["all_reduce"].items()},
     HIERARCHICAL: all_reduce_in_pieces,
 }
@@ -109,9 +109,9 @@ def register_all_reduce(name: str, algorithm: AllReduce) -> None:
     if not (isinstance(name, str) and name):
         raise ConfigError(f"register_all_reduce: the name is {name!r}, expected a text")
     expect_callable(f"register_all_reduce({name!r}): algorithm", algorithm, "a function of a tensor and a group")
-    if name in _ALGORITHMS:
+    if name in _ALL_REDUCES:
         raise ConfigError(f"there is already an all-reduce named {name!r}")
-    _ALGORITHMS[name] = partial(_in_place, name, algorithm)
+    _ALL_REDUCES[name] = partial(_in_place, name, algorithm)
 
 
 def _in_place(name: str, algorithm: AllReduce, x: Tensor, group: Group) -> Tensor:
@@ -127,6 +127,6 @@ def _in_place(name: str, algorithm: AllReduce, x: Tensor, group: Group) -> Tenso
 
 def all_reduce_named(name: str) -> AllReduce | None:
     """The algorithm `name`; None means the backend's own, which runs in the background. raises: ConfigError for an unknown name"""
-    if name not in _ALGORITHMS:
-        raise ConfigError(f"there is no all-reduce {name!r}. {did_you_mean(name, _ALGORITHMS)}")
-    return _ALGORITHMS[name]
+    if name not in _ALL_REDUCES:
+        raise ConfigError(f"there is no all-reduce {name!r}. {did_you_mean(name, _ALL_REDUCES)}")
+    return _ALL_REDUCES[name]
