@@ -6,6 +6,7 @@ and a comparison of samples is read one step after it was queued.
 
 from collections.abc import Callable, Mapping, Set
 from functools import partial
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -17,7 +18,19 @@ from rankloom.world.group import Group
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64,
          torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}   # of these, gloo can compare no numbers
-Seen = tuple[Tensor, int, int]   # a buffer, the writes to all buffers of its module, and its address
+
+
+class Seen(NamedTuple):
+    """What is known of a buffer without a look at its values."""
+
+    buffer: Tensor
+    writes: int    # to all buffers of its module
+    address: int
+
+    @property
+    def kind(self) -> int:
+        """A number of its shape and dtype."""
+        return crc32(f"{list(self.buffer.shape)} {self.buffer.dtype}".encode())
 
 
 class BufferKeeper:
@@ -61,25 +74,31 @@ class BufferKeeper:
             return []
         now = self._seen()
         self._look_at_samples(now)
-        mine = [(list(now) != self._own, 0, 0)]
-        for name, seen in ((name, now.get(name)) for name in self._common):
-            kind = crc32(f"{list(seen[0].shape)} {seen[0].dtype}".encode()) if seen else 0
-            mine.append((name in self._always or not _same(self._before.get(name), seen), kind, -kind))
-        flags = torch.tensor(mine, device="cpu")   # on a GPU they would be known only when the whole backward has ended
-        (others, *_), *found = self.group.all_reduce(flags, "max", label="which buffers changed").tolist()
-        if others:
+        changed = self._changed_on_any_rank(now)
+        if changed is None:
             everyone = self.group.all_gather_object(list(now), label="which buffers there are")
             self._own, self._common = list(now), [name for name in everyone[0] if all(name in names for names in everyone)]
             return self.average_changed()
-        changed = [name for name, (flag, most, least) in zip(self._common, found) if flag and most == -least]
         for name in changed:
-            self._average(now[name][0], f"buffer {name}")
+            self._average(now[name].buffer, f"buffer {name}")
         before, self._before = self._before, self._seen()
         quiet = self._quiet(self._before)
         # A buffer that was averaged, or written openly, may be written unseen in the next step: its sample must be of its present values.
         if quiet.keys() != self._sampled.names or not all(_same(before.get(name), self._before[name]) for name in quiet):
             self._sampled = Sampled(quiet)
         return changed
+
+    def _changed_on_any_rank(self, now: dict[str, Seen]) -> list[str] | None:
+        """The buffers that any rank has changed, and that are alike on all; None if a rank has others than at the last exchange."""
+        rows = [(list(now) != self._own, 0, 0)]
+        for name, seen in ((name, now.get(name)) for name in self._common):
+            kind = seen.kind if seen else 0   # alike on all ranks where the largest is the least, which is the largest of the negative ones
+            rows.append((name in self._always or not _same(self._before.get(name), seen), kind, -kind))
+        message = torch.tensor(rows, device="cpu")   # on a GPU it would be known only when the whole backward has ended
+        (has_others, *_), *found = self.group.all_reduce(message, "max", label="which buffers changed").tolist()
+        if has_others:
+            return None
+        return [name for name, (is_changed, most, least) in zip(self._common, found) if is_changed and most == -least]
 
     def _look_at_samples(self, now: dict[str, Seen]) -> None:
         """Note the buffers that were written without being counted: on a GPU, in the step before; see the class."""
@@ -110,19 +129,19 @@ class BufferKeeper:
         """Name -> buffer, for those not known to have changed."""
         if self.group.size == 1:
             return {}
-        return {name: seen[0] for name, seen in now.items() if name not in self._always and _same(self._before.get(name), seen)}
+        return {name: seen.buffer for name, seen in now.items() if name not in self._always and _same(self._before.get(name), seen)}
 
     def _seen(self) -> dict[str, Seen]:
         # Batch norm's kernels do not bump the versions of its statistics; but its number of batches, beside them, is bumped.
         versions = {id(b): sum(version_of(other) for other in module.buffers(recurse=False))
                     for module in self.model.modules() if module._buffers for b in module.buffers(recurse=False)}
-        return {name: (buffer, versions[id(buffer)], address_of(buffer)) for name, buffer in self.model.named_buffers()
+        return {name: Seen(buffer, versions[id(buffer)], address_of(buffer)) for name, buffer in self.model.named_buffers()
                 if buffer.layout is torch.strided} if versions else {}
 
 
 def _same(before: Seen | None, now: Seen | None) -> bool:
     """Whether it is the same tensor in the same memory, and no buffer of its module was written."""
-    return before is not None and now is not None and before[0] is now[0] and before[1:] == now[1:]
+    return before is not None and now is not None and before.buffer is now.buffer and before[1:] == now[1:]
 
 
 def address_of(tensor: Tensor) -> int:
