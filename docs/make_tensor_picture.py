@@ -49,10 +49,10 @@ def draw_matrix(axes: Axes, left: float, top: float, name: str, holding: Holding
     if holding.dim is None:
         axes.add_patch(Rectangle((left, top - rows * CELL), columns * CELL, rows * CELL, facecolor=WHOLE))
     for rank, spans in enumerate(holding.spans):
-        same = holding.same(rank, RANKS)
-        share = 1 / len(same)
+        sharers = holding.sharers(rank, RANKS)
+        share = 1 / len(sharers)
         for start, stop in spans:
-            across = (left + same.index(rank) * share * columns * CELL, columns * CELL * share) if holding.dim == 0 else (
+            across = (left + sharers.index(rank) * share * columns * CELL, columns * CELL * share) if holding.dim == 0 else (
                 left + start * CELL, (stop - start) * CELL)
             down = (start * CELL, stop * CELL) if holding.dim == 0 else (0.0, rows * CELL)
             axes.add_patch(Rectangle((across[0], top - down[1]), across[1], down[1] - down[0], **look(rank)))

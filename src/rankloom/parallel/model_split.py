@@ -90,7 +90,7 @@ class ModelSplit:
             return [1]
         held = self.held[name]
         spans = held.spans[self.tensor.rank] if held.dim is not None else (None,)
-        return [len(held.same(self.tensor.rank, self.tensor.size, at)) for at in range(len(spans))]
+        return [len(held.sharers(self.tensor.rank, self.tensor.size, at)) for at in range(len(spans))]
 
     @torch.no_grad()
     def join(self, name: str, part: Tensor, goal: Goal | None = None) -> Tensor | None:

@@ -12,7 +12,7 @@ import rankloom as rl
 from rankloom.base.errors import ConfigError, ModelMismatch, ShapeMismatch
 from rankloom.base.layout import Span
 from rankloom.parallel.model_split import ModelSplit, full_state_dict, load_full_state_dict
-from rankloom.parallel.tensor.holding import Holding, cut_each, holdings, padded, shared, sum_partial_gradients
+from rankloom.parallel.tensor.holding import Holding, cut_each, cut_padded, cut_shared, holdings, sum_partial_gradients
 from split_model import joined
 
 
@@ -31,20 +31,20 @@ def test_pieces_cover_every_element_once_and_are_equally_long(units, ranks):
 
 @given(st.integers(0, 40), st.integers(1, 8))
 def test_padded_spans_cover_every_element_once_and_none_is_longer_than_the_part(length, ranks):
-    part, spans = padded(length, ranks)
+    part, spans = cut_padded(length, ranks)
     assert [i for held in spans for start, stop in held for i in range(start, stop)] == list(range(length))
     assert all(stop - start <= part for held in spans for start, stop in held) and part * ranks < length + ranks
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 def test_shared_units_are_held_by_equally_many_neighbours(units, copies, width):
-    spans = shared(units, width, units * copies)
+    spans = cut_shared(units, width, units * copies)
     assert spans == tuple((Span(rank // copies * width, (rank // copies + 1) * width),) for rank in range(units * copies))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize(("length", "spans"), [(4, cut_each([8], 2)), (4, cut_each([4, 4], 2)), (5, padded(8, 2)[1]), (2, shared(2, 2, 4)),
-                                               (8, (((Span(0, 8)),),) * 3)])
+@pytest.mark.parametrize(("length", "spans"), [(4, cut_each([8], 2)), (4, cut_each([4, 4], 2)), (5, cut_padded(8, 2)[1]),
+                                               (2, cut_shared(2, 2, 4)), (8, (((Span(0, 8)),),) * 3)])
 def test_what_is_cut_joins_to_the_whole(length, spans, dim):
     whole = torch.arange(24.0).view(8, 3) if dim == 0 else torch.arange(24.0).view(3, 8)
     held = Holding(tuple(whole.shape), length, dim, spans)
@@ -76,7 +76,7 @@ def test_holdings_say_how_every_parameter_lies_and_who_holds_the_same():
         assert {name: value.shape for name, value in held.items()} == {name: tuple(p.shape) for name, p in make().named_parameters()}
         partial = sorted(name for name, value in held.items() if value.grad_partial)
         names = ("blocks.0.attention.key.weight", "norm.weight", "blocks.0.mlp.up.weight")
-        return partial, *(held[name].same(world.rank, world.size) for name in names)
+        return partial, *(held[name].sharers(world.rank, world.size) for name in names)
 
     norms = ["blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight", "norm.weight"]
     heads = ["blocks.0.attention.key.weight", "blocks.0.attention.value.weight"]
@@ -90,7 +90,7 @@ def test_each_element_counts_once_in_a_norm_over_ranks(ranks, plan):
     def body(world):
         model = rl.tensor_parallel(make(), getattr(make(), plan), world)
         held = holdings(model)
-        mine = sum(p.detach().square().sum() / len(held[name].same(world.rank, ranks)) for name, p in model.named_parameters())
+        mine = sum(p.detach().square().sum() / len(held[name].sharers(world.rank, ranks)) for name, p in model.named_parameters())
         return world.all_reduce(mine).sqrt()
 
     truth = torch.linalg.vector_norm(torch.cat([p.flatten() for p in make().parameters()])).detach()
@@ -120,7 +120,7 @@ def test_ranks_that_hold_the_same_get_the_same_bits():
         ids = torch.randint(0, 13, (2, 8), generator=torch.Generator().manual_seed(1))
         model(ids, targets=ids)[0].backward()
         held = holdings(model)
-        return {name: p.grad for name, p in model.named_parameters() if len(held[name].same(world.rank, world.size)) == world.size}
+        return {name: p.grad for name, p in model.named_parameters() if len(held[name].sharers(world.rank, world.size)) == world.size}
 
     first, *others = rl.simulate(4, body)
     assert len(first) == 5
@@ -129,7 +129,7 @@ def test_ranks_that_hold_the_same_get_the_same_bits():
 
 
 def test_three_ranks_that_share_a_unit_add_in_the_same_order():
-    held = {"unit": Holding((2, 500), 1, 0, shared(2, 1, 6), grad_partial=True)}
+    held = {"unit": Holding((2, 500), 1, 0, cut_shared(2, 1, 6), grad_partial=True)}
 
     def body(world):
         gradient = torch.randn(1, 500, generator=torch.Generator().manual_seed(world.rank))

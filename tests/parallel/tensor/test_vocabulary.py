@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
 from rankloom.base.errors import DataError
-from rankloom.parallel.tensor.holding import padded
+from rankloom.parallel.tensor.holding import cut_padded
 from rankloom.parallel.tensor.vocabulary import VocabularyShard, split_cross_entropy
 
 RANKS = [1, 2, 3, 4]
@@ -35,7 +35,7 @@ def plain_of_wide_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: to
 def split(world, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int | None = None) -> list[torch.Tensor]:
     """Loss and whole gradients, from one rank's part of the weight."""
     vocab = len(weight)
-    length, spans = padded(vocab, world.size)
+    length, spans = cut_padded(vocab, world.size)
     ((start, stop),) = spans[world.rank]
     mine = F.pad(weight[start:stop], (0, 0, 0, length - (stop - start))).requires_grad_()
     hidden = hidden.detach().requires_grad_()

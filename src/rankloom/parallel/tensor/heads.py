@@ -18,7 +18,7 @@ from torch import nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.layout import Span
 from rankloom.base.names import full_name
-from rankloom.parallel.tensor.holding import Spans, cut_each, shared
+from rankloom.parallel.tensor.holding import Spans, cut_each, cut_shared
 
 # The field's names for the width of a head, the number of query heads, and that of KV heads.
 WIDTHS = ("head_dim", "head_width", "head_size", "attention_head_size", "d_head", "dim_head", "dim_per_head", "d_k")
@@ -63,7 +63,7 @@ class Heads:
         if units % ranks == 0:
             return cut_each([features], ranks), False
         if units < self.query and ranks % units == 0:
-            return shared(units, self.width, ranks), True
+            return cut_shared(units, self.width, ranks), True
         raise ConfigError(f"{self.name}: {units} key-value heads and {ranks} ranks: one must divide by the other, for a rank's query heads "
                           f"to share its key-value heads; choose tensor = {_choices(self.query, units)}")
 

@@ -43,20 +43,20 @@ class Holding:
         """The shape of every rank's part."""
         return self.shape if self.dim is None else (*self.shape[:self.dim], self.length, *self.shape[self.dim + 1:])
 
-    def same(self, rank: int, ranks: int, at: int = 0) -> tuple[int, ...]:
+    def sharers(self, rank: int, ranks: int, at: int = 0) -> tuple[int, ...]:
         """The ranks of the tensor axis that hold the same elements as `rank`, itself included: a norm counts them once.
 
         at: which span of the part; fused queries, keys and values are three, of which ranks may share two
         """
         return tuple(range(ranks)) if self.dim is None else tuple(r for r, own in enumerate(self.spans) if own[at] == self.spans[rank][at])
 
-    def shares(self, part: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, tuple[int, ...]]]:
+    def views_with_sharers(self, part: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, tuple[int, ...]]]:
         """The part of `rank` in views, each with the ranks that hold the same elements."""
         own = self.spans[rank] if self.dim is not None else ()
         if len(own) < 2:   # maybe padded
-            return [(part, self.same(rank, ranks))]
+            return [(part, self.sharers(rank, ranks))]
         views = part.split([stop - start for start, stop in own], self.dim)   # type: ignore[no-untyped-call]
-        return [(view, self.same(rank, ranks, at)) for at, view in enumerate(views)]
+        return [(view, self.sharers(rank, ranks, at)) for at, view in enumerate(views)]
 
     def holders(self, box: Box) -> int:
         """How many ranks hold a box of the whole that `boxes` returned."""
@@ -143,20 +143,20 @@ def cut_evenly(length: int, ranks: int, what: str, *, parts: int = 1) -> Spans:
         raise ConfigError(f"{what}: {length // parts} features do not divide by {ranks} ranks") from error
 
 
-def padded(length: int, ranks: int) -> tuple[int, Spans]:
+def cut_padded(length: int, ranks: int) -> tuple[int, Spans]:
     """Spans of equal length for all ranks, padded at the end: (length of a part, spans without padding).
 
-    >>> padded(5, 4)[1]
+    >>> cut_padded(5, 4)[1]
     ((Span(start=0, stop=2),), (Span(start=2, stop=4),), (Span(start=4, stop=5),), (Span(start=5, stop=5),))
     """
     part = -(-length // ranks)
     return part, tuple((Span(min(rank * part, length), min((rank + 1) * part, length)),) for rank in range(ranks))
 
 
-def shared(units: int, width: int, ranks: int) -> Spans:
+def cut_shared(units: int, width: int, ranks: int) -> Spans:
     """Spans of fewer units (KV heads) than ranks: neighbours hold the same unit.
 
-    >>> shared(units=2, width=8, ranks=4)[1:3]
+    >>> cut_shared(units=2, width=8, ranks=4)[1:3]
     ((Span(start=0, stop=8),), (Span(start=8, stop=16),))
     """
     return tuple((Span(rank * units // ranks * width, (rank * units // ranks + 1) * width),) for rank in range(ranks))
@@ -201,24 +201,24 @@ def sum_partial_gradients(gradients: Iterable[tuple[str, Tensor]], held: Mapping
     """
     parts: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
     partial = ((held[name], gradient) for name, gradient in gradients if name in held and held[name].grad_partial)
-    views = (each for holding, gradient in partial for each in holding.shares(gradient, group.rank, group.size))
-    for view, same in views:
-        if len(same) > 1:   # not of queries that are fused with shared keys and values: this rank has their whole gradient
-            parts.setdefault((same, view.dtype), []).append(view)
-    for (same, _), tensors in parts.items():
+    views = (each for holding, gradient in partial for each in holding.views_with_sharers(gradient, group.rank, group.size))
+    for view, sharers in views:
+        if len(sharers) > 1:   # not of queries that are fused with shared keys and values: this rank has their whole gradient
+            parts.setdefault((sharers, view.dtype), []).append(view)
+    for (sharers, _), tensors in parts.items():
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        total = _sum_among(flat, same, group)
+        total = _sum_among(flat, sharers, group)
         for tensor, summed in zip(tensors, total.split([prod(tensor.shape) for tensor in tensors])):
             tensor.copy_(summed.view(tensor.shape))
 
 
-def _sum_among(flat: Tensor, same: tuple[int, ...], group: Group) -> Tensor:
-    """The sum over the ranks `same`, added in rank order, so that all get the same bits."""
-    if len(same) == group.size:
+def _sum_among(flat: Tensor, sharers: tuple[int, ...], group: Group) -> Tensor:
+    """The sum over these ranks, added in rank order, so that all get the same bits."""
+    if len(sharers) == group.size:
         return group.all_reduce(flat, label="partial gradients")   # type: ignore[no-any-return]
-    here = same.index(group.rank)
+    here = sharers.index(group.rank)
     terms = {here: flat}
-    for hop in range(1, len(same)):
-        frm = (here - hop) % len(same)
-        terms[frm] = group.exchange(flat, same[(here + hop) % len(same)], torch.empty_like(flat), same[frm], label="partial gradients")
-    return torch.stack([terms[at] for at in range(len(same))]).sum(0)
+    for hop in range(1, len(sharers)):
+        to, frm = (here + hop) % len(sharers), (here - hop) % len(sharers)
+        terms[frm] = group.exchange(flat, sharers[to], torch.empty_like(flat), sharers[frm], label="partial gradients")
+    return torch.stack([terms[at] for at in range(len(sharers))]).sum(0)

@@ -47,7 +47,7 @@ from rankloom.parallel.tensor.heads import (
     of_an_mlp,
     rotated_features_of,
 )
-from rankloom.parallel.tensor.holding import Holding, Spans, cut_evenly, hold, padded
+from rankloom.parallel.tensor.holding import Holding, Spans, cut_evenly, cut_padded, hold
 from rankloom.parallel.tensor.layers import (
     ColumnLinear,
     RowLinear,
@@ -105,7 +105,7 @@ def column(site: Site, *, gathers: bool = False) -> None:
     (layer, _), cutting, ranks = _linear(site), site.cutting, site.group.size
     features, is_partial = out_features(layer), False
     if gathers:
-        length, spans = padded(features, ranks)
+        length, spans = cut_padded(features, ranks)
     else:
         siblings = {name: n for name, n in cutting.features.items() if name.rpartition(".")[0] == site.parent}
         if heads := _heads_of(site, features, siblings):
@@ -207,7 +207,7 @@ def embedding(site: Site, *, by_rows: bool) -> None:
                           "or scale_grad_by_freq")
     shape = tuple(source.weight.shape)
     if by_rows:
-        length, spans = padded(shape[0], group.size)
+        length, spans = cut_padded(shape[0], group.size)
         holding = Holding(shape, length, 0, spans)
         shard, out = VocabularyShard.of(shape[0], group), WHOLE if "sequence_split" in site.cutting.words.values() else site.cutting.stream
         source.padding_idx = shard.local_index_of(source.padding_idx)

@@ -25,7 +25,7 @@ from rankloom.base.layout import Layout
 from rankloom.base.loss import IGNORE, ChunkedCrossEntropy, chunk_rows
 from rankloom.base.tensors import at_least_fp32
 from rankloom.parallel.tensor.compare import expect_alike
-from rankloom.parallel.tensor.holding import padded
+from rankloom.parallel.tensor.holding import cut_padded
 from rankloom.parallel.tensor.layers import change_first_before, entered
 from rankloom.parallel.tensor.moves import BY_WIDTH, PARTIAL, WHOLE, Entrance, redistribute
 from rankloom.world.group import Group
@@ -44,7 +44,7 @@ class VocabularyShard:
     @classmethod
     def of(cls, vocabulary: int, group: Group) -> "VocabularyShard":
         """The rows of this rank of `group`."""
-        (span,) = padded(vocabulary, group.size)[1][group.rank]
+        (span,) = cut_padded(vocabulary, group.size)[1][group.rank]
         return cls(vocabulary, span.start, span.stop - span.start)
 
     def local_index(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
