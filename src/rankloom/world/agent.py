@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch.distributed as dist
@@ -129,6 +129,13 @@ class StopRequests:
         self.number = self.number or number
 
 
+class Limit(NamedTuple):
+    """What makes the ranks' time run out: this moment, or more requests to stop than so many."""
+
+    until: float
+    requests: int
+
+
 class RankWatch:
     """The processes of the ranks: which still run, how the others ended, and how to end them all.
 
@@ -143,7 +150,7 @@ class RankWatch:
         self.end_after = float("inf")              # when to ask them to end, once a failure was seen
         self.asked_ranks: set[int] = set()         # those that still ran when they were asked to end
         self.ended_for_failure_at = float("inf")   # when they were asked, if a failure was the reason
-        self.kill_when = (float("inf"), 0)         # after this time, or on more requests to stop than this
+        self.limit = Limit(float("inf"), 0)        # past it they are killed
         self.hung: dict[int, str] = {}
         self.last_active = time.monotonic()        # when a rank ran that was not stopped, or no rank had ended; see `_waits_in_vain`
 
@@ -154,9 +161,9 @@ class RankWatch:
             self._look(rank, process, now)
         if not self.running:
             return False
-        until, signals = self.kill_when
-        if self.asked_ranks and (now > until or self.stop.count > signals):
-            self.kill("did not end when asked to: it hangs in a call that does not return" if now > until else "")
+        is_late = now > self.limit.until
+        if self.asked_ranks and (is_late or self.stop.count > self.limit.requests):
+            self.kill("did not end when asked to: it hangs in a call that does not return" if is_late else "")
         elif not self.asked_ranks and self.stop.count:
             self._ask(self.stop.number, now + self.grace)
         elif not self.asked_ranks and (now > self.end_after or self._waits_in_vain(now)):
@@ -197,7 +204,7 @@ class RankWatch:
         return False
 
     def _ask(self, number: int, until: float) -> None:
-        self.asked_ranks, self.kill_when = set(self.running), (until, self.stop.count)
+        self.asked_ranks, self.limit = set(self.running), Limit(until, self.stop.count)
         for rank, process in self.running.items():
             if _is_stopped(process.pid):
                 self.hung[rank] = "it was stopped (SIGSTOP, or Ctrl-Z) and did not go on"

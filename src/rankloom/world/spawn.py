@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,13 @@ def _pickled(body: Callable[[World], T]) -> bytes:
         raise ConfigError(f"spawn: {body!r} cannot be sent to another process ({error}); define it at the top of a module, {OR}") from error
 
 
-Child = tuple[Any, multiprocessing.connection.Connection]
+class Child(NamedTuple):
+    """A rank, as its parent knows it."""
+
+    process: Any
+    pipe: multiprocessing.connection.Connection
+
+
 Join = Callable[[int], World]
 
 
@@ -105,7 +111,7 @@ def _start(rank: int, work: bytes, join: Join) -> Child:
                 raise
             raise ConfigError("spawn: every spawned process reads the program's file, and would spawn others there; put the call under "
                               "`if __name__ == \"__main__\":`") from None
-    return process, ours
+    return Child(process, ours)
 
 
 def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join, rank: int) -> None:
