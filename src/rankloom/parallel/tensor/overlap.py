@@ -11,7 +11,7 @@ off the notes, and returns the weight gradients, because the weights are inputs 
 The bytes are those of the plain path, in `pieces` times the messages. Read layers.py and moves.py before this file.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,13 @@ from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear, product
 from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, Entrance, expect_even, is_watched
 from rankloom.world.group import Group
 
-Note = tuple[int, Tensor, Tensor]   # which layer, the gradient of its output, its input
+
+class Note(NamedTuple):
+    """What a layer's backward leaves at the entrance: the factors of its weight gradient."""
+
+    at: int        # the layer's place there
+    slope: Tensor  # the gradient of its output
+    x: Tensor      # its input
 
 
 class OverlappedEntrance(Entrance):
@@ -60,8 +66,8 @@ class OverlappedColumnLinear(ColumnLinear):
             return super().multiply(x)
         assert isinstance(self.enter, OverlappedEntrance), "a layer with a place has an entrance"
         entered = self.enter(x)
-        way = (self.at, self.enter.notes, self.transposed)
-        y: Tensor = _Column.apply(*_cast(entered, self.weight.detach()), way)   # type: ignore[no-untyped-call]
+        x, weight = _cast(entered, self.weight.detach())
+        y: Tensor = _Column.apply(x, weight, self.at, self.enter.notes, self.transposed)   # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -90,17 +96,16 @@ class _Enter(Function):
 
 class _Column(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, way: tuple[int, list[Note], bool]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, at: int, notes: list[Note], transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.way = way
-        return product(x, weight, None, way[2])
+        ctx.at, ctx.notes, ctx.transposed = at, notes, transposed
+        return product(x, weight, None, transposed)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        at, notes, transposed = ctx.way
-        notes.append((at, slope, x))
-        return _input_gradient(slope, weight, transposed), None, None
+        ctx.notes.append(Note(ctx.at, slope, x))
+        return _input_gradient(slope, weight, ctx.transposed), None, None, None, None
 
 
 class OverlappedRowLinear(RowLinear):
