@@ -61,7 +61,8 @@ class FullySharded(nn.Module):
         self._sharding, self._summing = sharding, summing
         self._known = KnownParameters(module)
         self._keepers = [BufferKeeper(module, ranks) for ranks in (sharding.group, sharding.replicas) if ranks.size > 1]
-        self._params, owners = {name: param for unit in sharding.units for name, param in unit.params.items()}, sharding.owners()
+        self._params = {name: param for unit in sharding.units for name, param in unit.params.items()}
+        owners = sharding.owners()
         self._owners = {name: owners[name] for name, _ in module.named_parameters() if name in owners}   # in the model's own order
         self._untrained = {name: param for name, param in self._params.items() if name not in self._owners}
         self._frozen: set[str] = set()   # slices that have been frozen since

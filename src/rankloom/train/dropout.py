@@ -164,14 +164,14 @@ class Keyed(_DropoutNd):
             return kept
         if self._has_tokens_first(x):
             keys = line_keys(seed, rows, torch.arange(x.shape[0], device=x.device))
-            return self._draw(_from_column(keys.t().flatten(), self._first(x, 1, is_cut)[1]), kept)
+            return self._draw(_from_column(keys.t().flatten(), self._first_head_and_column(x, 1, is_cut)[1]), kept)
         if x.dim() == 0 or not rows or x.shape[0] % len(rows):
             rows = range(rows.start, rows.start + 1)
-        head, column = self._first(x, len(rows), is_cut)
+        head, column = self._first_head_and_column(x, len(rows), is_cut)
         keys = line_keys(seed, rows, self._lines(x, len(rows), head)).flatten()
         return self._draw(_from_column(keys, column), kept)
 
-    def _first(self, x: Tensor, rows: int, is_cut: bool) -> tuple[int, int]:
+    def _first_head_and_column(self, x: Tensor, rows: int, is_cut: bool) -> tuple[int, int]:
         """The indices, in the whole tensor, of the first head and the first column of `x`."""
         if not (is_cut and self.cut_region and x.dim()):
             return 0, 0

@@ -274,7 +274,7 @@ class Engine:
             is_last = at == len(pieces) - 1
             with self.placement.sync(is_last):
                 totals += self._forward_backward(piece, rows, before=totals if is_last else None)
-        self._first_steps.drew(self.steps_done)
+        self._first_steps.note_draws(self.steps_done)
         return self._finish(totals)
 
     def _run_in_canonical_order(self, batch: Any) -> Tensor:

@@ -71,7 +71,7 @@ class FirstSteps:
         is_checked = self.shards and step < 2 and not is_compiled(self.placement.model)
         return alike_on_any_ranks(self.placement.model, self.world.rank) if is_checked else nullcontext()
 
-    def drew(self, step: int) -> None:
+    def note_draws(self, step: int) -> None:
         """After all forwards, where ranks run them for different rows: note whether these drew random numbers."""
         if step == 0:
             self._drew = generator_now(self.group.device) != self._generator
