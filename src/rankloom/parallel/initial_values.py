@@ -42,24 +42,24 @@ class InitialValues:
         self.initialize, self.seed, self._option = initialize, seed, f"`{option}`"
         self.problems: list[str] = []
         self._unfilled: list[str] = []
-        firsts: dict[int, str] = {}
+        seen: dict[int, str] = {}   # a tensor -> the first of its names
         twins = _twins(model)
         places = [(full_name(prefix, key), twins[module], key, tensor)
                   for prefix, module in model.named_modules(remove_duplicate=False)
                   for key, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None]
-        self._first = {name: firsts.setdefault(id(tensor), name) for name, _, _, tensor in places}
+        self._first_name = {name: seen.setdefault(id(tensor), name) for name, _, _, tensor in places}
         self._homes = {name: (module, key) for name, module, key, _ in places}
-        self._there = {name: tensor.detach() for name, tensor in named_state(model) if not tensor.is_meta}
+        self._given = {name: tensor.detach() for name, tensor in named_state(model) if not tensor.is_meta}
         for name, (module, _) in self._homes.items():
-            if initialize is None and self._first[name] not in self._there and not callable(getattr(module, "reset_parameters", None)):
+            if initialize is None and self._first_name[name] not in self._given and not callable(getattr(module, "reset_parameters", None)):
                 raise ConfigError(f"{name} is on the meta device, and its module {type(module).__name__} has no reset_parameters(); "
                                   "give `initialize`, a function of (name, tensor) that fills the tensor in place")
 
     def __call__(self, name: str, whole: Tensor) -> None:
         """Fill a tensor in place. `problem` collects what the user's function does wrong."""
-        name = self._first[name]
-        if name in self._there:
-            whole.copy_(self._there[name])
+        name = self._first_name[name]
+        if name in self._given:
+            whole.copy_(self._given[name])
         elif self.initialize is not None:
             self._call(self.initialize, name, whole)
         else:

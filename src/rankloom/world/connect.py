@@ -22,7 +22,7 @@ from rankloom.world.transport.meet import find_neighbours
 
 AUTO, GLOO, SHARED = BACKENDS = ("auto", "gloo", "rankloom")
 NO_PRIORITY = os.sched_param(0)   # only policies of real time have priorities
-TOLD = 4   # lines of NCCL's own text in an error: what failed, and its last words
+NCCL_LINES = 4   # of its own text in an error: what failed, and its last words
 
 
 def resolve_backend(asked: str, device: torch.device, own_gpu: bool = False, one_host: bool = True) -> str:
@@ -116,7 +116,7 @@ def call_first(group: dist.ProcessGroup, rank: int, size: int, device: torch.dev
         group.allreduce([one], dist.AllreduceOptions()).wait(seconds(timeout))   # with a time, the host waits, too
         total = one.item()
     except RuntimeError as error:
-        text = "; ".join(str(error).splitlines()[:TOLD])
+        text = "; ".join(str(error).splitlines()[:NCCL_LINES])
         if "imeout" in text or "imed out" in text:
             raise CollectiveTimeout(f"{where} did not reach all GPUs within {timeout:g} s: a rank is missing, or a link lets nothing pass. "
                                     f"{remedy} ({text})") from error
