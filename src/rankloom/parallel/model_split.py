@@ -58,7 +58,7 @@ class ModelSplit:
 
     @classmethod
     def found_in(cls, model: nn.Module, alone: Group) -> "ModelSplit":
-        """The same, with the groups that are noted on the model. alone: a group of this rank only"""
+        """The split of a model that has the groups noted on it (axes.py). alone: a group of this rank only"""
         axes = axes_of(model)
         return cls.of(model, axes.get("tensor", alone), axes.get("expert", alone), alone)
 
@@ -135,7 +135,7 @@ class ModelSplit:
         return holding.cut(whole, self.tensor.rank)
 
     def cut_into(self, part: Tensor, name: str, whole: Tensor) -> None:
-        """The same, written into `part`."""
+        """Write this rank's part of a whole tensor into `part`."""
         whole, holding = self._own_experts(name, whole), self.held.get(name)
         if holding is not None and self.tensor.size > 1:
             holding.cut_into(part, whole, self.tensor.rank)

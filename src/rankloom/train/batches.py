@@ -176,7 +176,7 @@ def rows_if_any(batch: Any) -> int | None:
 
 
 def _lengths(batch: Any) -> list[int]:
-    """Of each tensor, or if there is none of each numpy array, the length of dim 0; -1 of one without dims."""
+    """The length of dim 0 of each tensor, or of each numpy array if there is no tensor; -1 of one without dims."""
     return [x.shape[0] if x.ndim else -1 for x in all_of(Tensor, batch) or all_of(np.ndarray, batch)]
 
 

@@ -106,7 +106,7 @@ class Inspector:
         self._queue.drain()
 
     def announce(self, op: str, x: Tensor, peer: int, tag: int) -> list[Announced]:
-        """The same for a message, at both of its ends (debug_messages.py). Returns what a receiver has to wait for, too."""
+        """Compare a message at both of its ends (debug_messages.py). Returns what a receiver has to wait for, too."""
         return self._messages.announce(op, x, peer, tag, call_site())
 
     def check(self, mine: Fingerprint) -> None:

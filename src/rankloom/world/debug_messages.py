@@ -34,7 +34,7 @@ class End(NamedTuple):
 
     @classmethod
     def of(cls, op: str, x: Tensor, site: str) -> "End":
-        """That of a call that sends or receives `x`."""
+        """The end at which a call sends or receives `x`."""
         return cls(op, x.numel(), str(x.dtype).removeprefix("torch."), list(x.shape), site)
 
     def fits(self, other: "End") -> bool:
@@ -88,7 +88,7 @@ class Announced:
             self._compare()
 
     def wait(self) -> None:
-        """Of a receiver. raises: CollectiveMismatch, CollectiveTimeout, RankLost"""
+        """Wait until the other end has told, and compare. raises: CollectiveMismatch, CollectiveTimeout, RankLost"""
         self._board.ask(self._meet, self.what)
 
     def _meet(self) -> None:

@@ -14,7 +14,7 @@ Start = Callable[[Any], Any]
 
 
 class Compared:
-    """The work of such a call."""
+    """The work of a call that is compared, then started, in the background."""
 
     def __init__(self, works: "Future[Any]"):
         self._works = works

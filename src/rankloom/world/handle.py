@@ -31,7 +31,7 @@ class InFlight:
         self._dropped: deque[Sequence[Any]] = deque()
 
     def handles(self) -> list["Handle"]:
-        """Those that somebody holds."""
+        """The handles that somebody holds."""
         return [handle for reference in self._handles.valuerefs() if (handle := reference()) is not None]
 
     @property
@@ -53,7 +53,7 @@ class InFlight:
         return True
 
     def _works(self) -> Iterator[Any]:
-        """Of those that somebody holds, then of those that were dropped. Any thread may ask, so it looks at a copy."""
+        """The works of handles that somebody holds, then those of dropped ones. Any thread may ask, so it looks at a copy."""
         return chain(*(handle.works or () for handle in self.handles()), *[*self._dropped])
 
     def add(self, handle: "Handle") -> None:

@@ -23,7 +23,7 @@ def leave_at_once(code: int) -> NoReturn:
 
 
 def flush_output() -> None:
-    """As far as it can be written."""
+    """Flush what was printed, as far as it can be written."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, RuntimeError):   # the reader has ended, or a signal came in the middle of a line
             stream.flush()

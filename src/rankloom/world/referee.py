@@ -59,7 +59,7 @@ class Seat:
         return part.before(start) if async_op else start
 
     def announce(self, op: str, x: Tensor, peer: int, tag: int) -> Sequence["Part"]:
-        """The same for one end of a message, `send` or `recv`. Returns what to wait for besides the message, which takes no time."""
+        """Compare one end of a message, `send` or `recv`, with the other if that has come. Returns what to wait for beside the message."""
         at, way = self._referee, (self._rank, peer, tag) if op == "send" else (peer, self._rank, tag)
         mine = Part(self, self._rank, End.of(op, x, call_site()), {peer})
         with at.lock:
@@ -149,5 +149,5 @@ class Part:
         self._seat.begin_to_wait(self)
 
     def is_completed(self) -> bool:
-        """That the call has ended, the backend tells."""
+        """Always: whether the call itself has ended, the backend tells."""
         return True

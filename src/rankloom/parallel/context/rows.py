@@ -61,7 +61,7 @@ class CutRows:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Of this rank's tokens, [T/p]."""
+        """The positions of this rank's tokens in their rows, [T/p]."""
         return torch.cat([torch.arange(span.start, span.stop, device=self.device) for span in self.spans[self.group.rank]])
 
     def own(self, x: Tensor) -> Tensor:

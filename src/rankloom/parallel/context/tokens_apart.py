@@ -41,12 +41,12 @@ class TokensApart:
         return value.repeat_interleave(query.shape[2] // value.shape[2], dim=2)
 
     def gather(self, x: Tensor) -> Tensor:
-        """All there is, is here."""
+        """`x` as it is, since no other rank has more of these tokens. Notes that it was asked."""
         self.shows_rows = True
         return x
 
     def own(self, x: Tensor) -> Tensor:
-        """All there is, is here."""
+        """`x` as it is: all of these tokens are this rank's."""
         return x
 
     def cut(self, value: Any, length: int) -> Any:

@@ -93,7 +93,7 @@ def _has_later_stages(timeline: Timeline) -> bool:
 
 
 def as_svg(timeline: Timeline, title: str) -> str:
-    """The same as an SVG picture."""
+    """The timeline as an SVG picture: a row for each rank."""
     ranks, scale = len(timeline.schedule.ranks), INCH / timeline.makespan
     width, height = LEFT + INCH + 20, TOP + ROW * ranks + 64
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '

@@ -40,7 +40,7 @@ class MeasuredPiece(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of all three parts together."""
+        """The time of forward and both parts of the backward."""
         return self.forward + self.input + self.weight
 
 

@@ -169,7 +169,7 @@ class Messages:
         self._next.remove(action)
 
     def _shapes_of(self, action: Action, lane: Group, frm: int) -> list[Shape | None]:
-        """Of the message for this receive. Headers come in the order of sending, so those of other micro-batches may come first."""
+        """The shapes in the message for this receive. Headers come in the order of sending, so others may come first."""
         way, stage, kind = key = self._key(action)
         while action not in self._told and key not in self._known:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.group.device)

@@ -17,7 +17,7 @@ PATIENCE = (0.0, 0.5, 1.0)
 
 
 def search_zero_bubble(costs: Costs, microbatches: int, memory: float = 2.0) -> Schedule:
-    """Of a few schedules with one stage on each rank, hand-made ones among them, that with the least `own_bubble`; of several the shortest.
+    """The schedule with the least `own_bubble` of a few with one stage on each rank, hand-made ones among them; of several, the shortest.
 
     memory: rank r keeps at most memory * (p - r) whole activations, where 1F1B keeps p - r. Those that wait for their weight gradients only
             are not counted

@@ -41,7 +41,7 @@ class Costs:
 
     @classmethod
     def even(cls, stages: int, *, forward: float = 1.0, input: float = 1.0, weight: float = 1.0, message: float = 0.0) -> "Costs":
-        """The same for each stage."""
+        """Costs that are the same for each stage."""
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages, message)
 
     def of(self, action: Action) -> float:
@@ -90,7 +90,7 @@ class Timeline:
 
     @property
     def own_bubble(self) -> float:
-        """The same if a rank starts its next step at once: relative to the rank with the longest span from begin to end."""
+        """The share of time that ranks wait if each starts its next step at once: the rank with the longest span then sets the pace."""
         longest = max(spans[-1].end - spans[0].start for spans in self.by_rank)
         return 1 - sum(self.busy) / len(self.busy) / longest
 

@@ -111,7 +111,7 @@ class BufferKeeper:
             self._late = look
 
     def _average(self, buffer: Tensor, label: str) -> None:
-        """Of floats in a wider dtype, so that a value which is equal on all ranks stays so to the last bit; fp64 has none."""
+        """Average a buffer: floats in a wider dtype (fp64 has none), so that what is equal on all ranks stays so to the last bit."""
         values = buffer.detach()
         values = torch.view_as_real(values.resolve_conj()) if buffer.is_complex() else values.resolve_neg()
         # A count (batches tracked) is usually the same on all ranks; if not, take the largest.

@@ -41,7 +41,7 @@ class Updates:
             self.sharding.wait_for_readers()
 
     def end(self) -> None:
-        """It has stepped."""
+        """An optimizer has stepped on slices: give the model its new values."""
         self._any = True
         if not self._by_hooks:
             self.sharding.publish()

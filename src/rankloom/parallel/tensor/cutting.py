@@ -107,7 +107,7 @@ class Site:
 
     @property
     def group(self) -> Group:
-        """The ranks."""
+        """The ranks that the model is cut over."""
         return self.cutting.group
 
     def replace(self, new: nn.Module, held: dict[str, Holding], ends: Ends) -> None:

@@ -74,7 +74,7 @@ class Holding:
         return self.cut_into(whole.new_empty(self.local_shape), whole, rank)
 
     def cut_into(self, part: Tensor, whole: Tensor, rank: int) -> Tensor:
-        """The same, written into `part`; returns it."""
+        """Write the part of `rank` into `part`; returns it."""
         if self.dim is None:
             return part.copy_(whole)
         at = 0

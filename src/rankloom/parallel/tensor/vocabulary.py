@@ -54,7 +54,7 @@ class VocabularyShard:
         return torch.where(here, index, 0), here
 
     def local_index_of(self, token: int | None) -> int | None:
-        """The same of one token; None where another rank has it."""
+        """The index of one token into this rank's rows; None where another rank has it."""
         return token - self.start if token is not None and 0 <= token - self.start < self.count else None
 
     @torch.compiler.disable

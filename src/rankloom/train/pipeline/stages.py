@@ -192,7 +192,7 @@ class PipelinePlacement(SplitPlacement):
             param.grad = None
 
     def local_gradients(self) -> dict[str, Tensor]:
-        """Those in `.grad` too, where a schedule leaves them for `collect`."""
+        """See Placement; here also those in `.grad`, where a schedule leaves them for `collect`."""
         left = {name: param.grad for gradient in self.sharding.gradients() for name, param in gradient.unit.params.items()}
         return {name: grad for name, grad in left.items() if grad is not None} | super().local_gradients()
 
