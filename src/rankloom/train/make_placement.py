@@ -51,7 +51,7 @@ def place_whole(model: nn.Module, settings: Settings, build: Build, summing: Sum
     else:
         make_reducer = partial(GradientReducer, by_rows=embeddings(model), summing=summing)
         placement = ReplicatedPlacement(model, world, settings.precision, make_reducer)
-    return placement, _made_alike(build, placement.owners, world)
+    return placement, _make_same_optimizer(build, placement.owners, world)
 
 
 def place_cut(model: nn.Module, settings: Settings, build: Build, strategy: ShardingStrategy, fill: InitialParts | None,
@@ -66,7 +66,7 @@ def place_cut(model: nn.Module, settings: Settings, build: Build, strategy: Shar
     device = torch.device("cpu") if strategy.offload else world.device
     stand_ins = {name: stand_in(param, dtype=strategy.formats(param).master, device=device)
                  for name, param in model.named_parameters() if param.requires_grad}
-    optimizer = _made_alike(build, stand_ins, world)
+    optimizer = _make_same_optimizer(build, stand_ins, world)
     _expect_untouched(stand_ins)
     whole = frozenset(needs_whole_matrices(optimizer, stand_ins))
     _expect_uncut(whole, split)
@@ -135,7 +135,8 @@ def _expect_uncut(whole: frozenset[str], split: ModelSplit) -> None:
                           "instead; one whose hooks treat each element by itself says so by `optimizer.elementwise = True`")
 
 
-def _made_alike(build: Build, params: Mapping[str, nn.Parameter], world: World) -> Optimizer:
+def _make_same_optimizer(build: Build, params: Mapping[str, nn.Parameter], world: World) -> Optimizer:
+    """The optimizer of `params`. raises: ConfigError, on all ranks, when its numbers differ between ranks"""
     optimizer = make_optimizer(build, params)
     expect_same_values(world.group(*ROW_AXES), "optimizer", numbers_of(optimizer))
     return optimizer

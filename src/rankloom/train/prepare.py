@@ -154,13 +154,13 @@ def prepare(model: nn.Module, *, loss: Loss, optimizer: Build, world: World, sta
                                                     RunningMicrobatch(dropout, world.group("context"), context), sparing=recompute != NONE)
 
     if stage == 0 and not is_split(world):
-        placement, made = place_whole(model, settings, optimizer, Summing(all_reduce, compress, compress_after), fill)
+        placement, made_optimizer = place_whole(model, settings, optimizer, Summing(all_reduce, compress, compress_after), fill)
     else:
         strategy = ShardingStrategy(stage, formats_of(model, settings.precision), **sharding, hooked=stages is None,
                                     float8=float8.readers(model), summing=Summing(all_reduce, compress, compress_after))
-        placement, made = place_cut(model, settings, optimizer, strategy, fill, split=split, stages=stages)
+        placement, made_optimizer = place_cut(model, settings, optimizer, strategy, fill, split=split, stages=stages)
     kind = Engine if stages is None else PipelineEngine
-    return kind(world.group(*ROW_AXES), settings, placement, made, tokens=world.group(*TOKEN_AXES), dropout=dropout)
+    return kind(world.group(*ROW_AXES), settings, placement, made_optimizer, tokens=world.group(*TOKEN_AXES), dropout=dropout)
 
 
 def _change_blocks(model: nn.Module, world: World, units: Policy, recompute: str | int, offload: bool, compiled: bool) -> Recompute | None:
