@@ -3,6 +3,7 @@
 import re
 
 from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.expect import is_whole_number
 
 EXACT, TOPK, POWERSGD = "none", "topk", "powersgd"
 BACKEND, HIERARCHICAL = "backend", "hierarchical"   # the values of `all_reduce` that go with compression
@@ -54,7 +55,7 @@ def why_not_for_slices(name: str, replicas: bool) -> str | None:
 
 def expect_exact_steps(after: int, compress: str) -> None:
     """Raise ConfigError unless the first `after` steps can be exact and the later ones compressed."""
-    if isinstance(after, bool) or not isinstance(after, int) or after < 0:
+    if not is_whole_number(after, 0):
         raise ConfigError(f"compress_after={after!r}, expected a whole number of steps, 0 or more")
     if after and compress == EXACT:
         raise ConfigError(f"compress_after={after} has no meaning with compress={compress!r}: every step is exact")

@@ -20,6 +20,11 @@ def expect_type(what: str, value: Any, kinds: type | tuple[type, ...], wanted: s
         raise ConfigError(f"{shown} is of type {type(value).__name__}, expected {wanted}")
 
 
+def is_whole_number(value: object, least: int) -> bool:
+    """Whether it is an int of `least` or more, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def expect_callable(what: str, value: Any, wanted: str) -> None:
     """Raise ConfigError unless the argument called `what` can be called."""
     if not callable(value):

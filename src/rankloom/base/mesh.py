@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from math import prod
 
 from rankloom.base.errors import ConfigError, MeshError, did_you_mean
+from rankloom.base.expect import is_whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis, n in self.sizes().items():
-            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            if not is_whole_number(n, 1):
                 raise ConfigError(f"mesh axis {axis!r} is {n!r}; it must be a whole number of ranks, 1 or more")
 
     def sizes(self) -> dict[str, int]:

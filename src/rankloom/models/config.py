@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 
 from rankloom.base.errors import ConfigError, did_you_mean
+from rankloom.base.expect import is_whole_number
 
 
 def _is_number(value: object) -> bool:
@@ -30,7 +31,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "ffn", "shared"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < (name != "shared"):
+            if not is_whole_number(value, 0 if name == "shared" else 1):
                 raise ConfigError(f"model.moe.{name} is {value!r}; it must be a whole number, {int(name != 'shared')} or more")
         if self.top_k > self.experts:
             raise ConfigError(f"model.moe.top_k = {self.top_k}, but there are {self.experts} experts")
@@ -71,7 +72,7 @@ class GPTConfig:
             raise ConfigError(f"model.moe is {self.moe!r}; it must be a MoEConfig, or None for a dense model")
         for name in ("vocab_size", "seq_len", "width", "layers", "heads", "kv_heads", "ffn"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole_number(value, 1):
                 raise ConfigError(f"model.{name} is {value!r}; it must be a whole number, 1 or more")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ConfigError(f"model.heads = {self.heads} must cut width = {self.width} in heads of an even width; "

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rankloom.base.errors import MeshError, RankLost
+from rankloom.base.expect import is_whole_number
 from rankloom.base.mesh import Mesh
 from rankloom.base.topology import Topology
 from rankloom.world import connect
@@ -37,7 +38,7 @@ def as_mesh(ranks: int | Mesh) -> Mesh:
     """`ranks` itself, or for a number a mesh of that many replicas."""
     if isinstance(ranks, Mesh):
         return ranks
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+    if not is_whole_number(ranks, 1):
         raise MeshError(f"the number of ranks is {ranks!r}, expected a Mesh or a whole number, 1 or more")
     return Mesh(replicate=ranks)
 

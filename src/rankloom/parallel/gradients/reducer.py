@@ -41,7 +41,7 @@ from rankloom.comm.worker import start_beside, worker_beside
 from rankloom.parallel.gradients.arrivals import Arrivals
 from rankloom.parallel.gradients.bucket import Bucket
 from rankloom.parallel.gradients.embeddings import EmbeddingGradients
-from rankloom.parallel.replicas.agree import agree
+from rankloom.parallel.replicas.combine_facts import combine_facts
 from rankloom.shard.flat import by_dtype, cut_into_buckets
 from rankloom.world.group import Group
 
@@ -205,11 +205,12 @@ class GradientReducer:
         """Sum the totals; set `.grad` of the parameters that any rank used; sum the gradients that go by rows.
 
         One small message carries it all: the mark, a flag per parameter, the number of touched rows per embedding, the totals. Thousands
-        of flags go in a second one (agree.py).
+        of flags go in a second one (replicas/combine_facts.py).
         """
         touched = self._by_rows.touched()
         flags = [owner.grad is not None for owner in self.owners.values()]
-        (most, least, *rows), flags, numbers = agree([mark, -mark, *(len(rows) for rows in touched.values())], flags, totals, self.group)
+        facts = [mark, -mark, *(len(rows) for rows in touched.values())]
+        (most, least, *rows), flags, numbers = combine_facts(facts, flags, totals, self.group)
         most_rows = dict(zip(touched, rows))
         for (name, owner), used in zip(self.owners.items(), flags):
             if not used:

@@ -18,7 +18,7 @@ from rankloom.base.errors import UnitError
 from rankloom.base.hooks import waiting_for
 from rankloom.base.scoped import temporarily
 from rankloom.parallel.gradients.reducer import GradientReducer
-from rankloom.parallel.replicas.agree import agree
+from rankloom.parallel.replicas.combine_facts import combine_facts
 from rankloom.parallel.sections.sharding import Sharding
 from rankloom.shard.optimizer import is_elementwise
 
@@ -57,7 +57,7 @@ class Updates:
             yield
             stepped = self._any
         if any(unit.common for unit in self.sharding.units):
-            _, (stepped,), _ = agree([], [stepped], None, self.sharding.group)
+            _, (stepped,), _ = combine_facts([], [stepped], None, self.sharding.group)
         if stepped:
             self.sharding.publish()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankloom.base.modes import run_together
 from rankloom.base.scoped import temporarily
 from rankloom.parallel.expert import ExpertReplicas
-from rankloom.parallel.replicas.agree import agree
+from rankloom.parallel.replicas.combine_facts import combine_facts
 from rankloom.parallel.sections.follow import Guide
 from rankloom.parallel.sections.forward_backward import ForwardBackward, Gathering
 from rankloom.parallel.sections.reduction_order import Queue, Reducing
@@ -84,8 +84,8 @@ class Sharding:
         used = {name for gradient in self.gradients() for name in gradient.used}
         flags = [name in used for name in names]
         order_hash = self.forward_backward.calls.order_hash
-        (most, least, high, low), flags, totals = agree([order_hash, -order_hash, mark, -mark], flags, totals, self.group)
-        (differ, high, low), flags, totals = agree([most != -least, high, low], flags, totals, self.replicas)
+        (most, least, high, low), flags, totals = combine_facts([order_hash, -order_hash, mark, -mark], flags, totals, self.group)
+        (differ, high, low), flags, totals = combine_facts([most != -least, high, low], flags, totals, self.replicas)
         self.forward_backward.calls.end_step(self.group.world_rank, alike=not differ)
         anywhere = {name for name, flag in zip(names, flags) if flag}
         for host in {unit.host for unit in self.units if unit.host}:

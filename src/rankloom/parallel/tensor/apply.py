@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
-from rankloom.base.expect import expect_type
+from rankloom.base.expect import expect_type, is_whole_number
 from rankloom.base.names import is_inside
 from rankloom.parallel.axes import note_axis
 from rankloom.parallel.replicas.equal_start import make_replicas_equal
@@ -101,7 +101,7 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
 
 def expect_overlap(name: str, pieces: int) -> None:
     """Check in how many pieces a product is to be computed. name: of the option. raises: ConfigError"""
-    if isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1:
+    if not is_whole_number(pieces, 1):
         raise ConfigError(f"{name}={pieces!r}, expected a whole number of pieces, 1 or more")
 
 

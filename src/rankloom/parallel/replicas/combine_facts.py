@@ -1,4 +1,6 @@
-"""Agree on small facts at the end of a step: in one message, or in two where many flags would make that large."""
+"""Combine small facts of all ranks at the end of a step: in one message, or in two where many flags would make that large."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,7 +10,8 @@ from rankloom.world.group import Group
 APART = 64 << 10   # bytes that a rank receives for flags in the one message; more take longer on a slow link than a second message
 
 
-def agree(facts: list[float], flags: list[bool], totals: Tensor | None, group: Group) -> tuple[list[float], list[bool], Tensor | None]:
+def combine_facts(facts: Sequence[float], flags: list[bool], totals: Tensor | None,
+                  group: Group) -> tuple[list[float], list[bool], Tensor | None]:
     """The largest of each fact over the ranks, which flags are set on any rank, and the sum of the totals (fp64), if there are any.
 
     By all-gather, not all-reduce: for a message this small only hops count, and it takes half as many. It grows with the ranks, so

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rankloom as rl
-from rankloom.parallel.replicas.agree import APART, agree
+from rankloom.parallel.replicas.combine_facts import APART, combine_facts
 
 HASH = 2**32 - 1   # the largest that ranks compare
 
@@ -12,7 +12,8 @@ HASH = 2**32 - 1   # the largest that ranks compare
 def agreed(world, n):
     """Each rank has the flags of its own number, modulo 5; one is set by none."""
     before = world.ledger.messages, world.ledger.bytes
-    found = agree([HASH - world.rank, -world.rank], [at % 5 == world.rank for at in range(n)], torch.full((3,), 0.5).double(), world)
+    flags = [at % 5 == world.rank for at in range(n)]
+    found = combine_facts([HASH - world.rank, -world.rank], flags, torch.full((3,), 0.5).double(), world)
     return found, (world.ledger.messages - before[0], world.ledger.bytes - before[1])
 
 
