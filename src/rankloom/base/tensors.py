@@ -106,3 +106,8 @@ def strided_parts(x: Tensor) -> list[Tensor]:
 def digest(x: Tensor) -> str:
     """A hash of every bit, to compare tensors by."""
     return hashlib.sha256(bytes_of(x.detach().cpu()).numpy().tobytes()).hexdigest()
+
+
+def memory_address(tensor: Tensor) -> int:
+    """The address of a dense tensor; 0 if it has no memory."""
+    return tensor.data_ptr() if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta else 0

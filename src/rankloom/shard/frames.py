@@ -68,9 +68,9 @@ class Lasting(Standing):
 
     def close(self) -> None:
         """It stays, unless a view of it is held."""
-        if self._lent is not None and tensors_in(self._lent) == 1:
+        if self._lent is not None and count_users(self._lent) == 1:
             self.tensor, self.stays = self._lent, True
-        elif tensors_in(self.tensor) > 1:
+        elif count_users(self.tensor) > 1:
             self.tensor, self.stays = torch.zeros_like(self.tensor), self._lent is None
 
 
@@ -114,11 +114,11 @@ def between_steps(n: int, dtype: torch.dtype, device: torch.device) -> Window:
 
 def memory_lent(tensor: Tensor) -> Window:
     """A window on memory that a group lends for good: pages that its ranks share, or device memory."""
-    # Detached: a view holds a reference to its base, which `tensors_in` would count.
+    # Detached: a view holds a reference to its base, which `count_users` would count.
     return Standing(tensor) if has_allocator(tensor.device) else Lasting(tensor.detach(), lent=True)
 
 
-def tensors_in(tensor: Tensor) -> int:
+def count_users(tensor: Tensor) -> int:
     """How many tensors lie in the memory of `tensor`, views of it and itself."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1   # not the storage object that asks
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from rankloom.base.tensors import copy_into, keep_until_read
 from rankloom.comm.compress import Summing
 from rankloom.shard.flat import FlatBuffer, gaps_of, move_into, views_of
-from rankloom.shard.frames import between_steps, memory_lent, tensors_in
+from rankloom.shard.frames import between_steps, count_users, memory_lent
 from rankloom.world.group import Group
 
 
@@ -69,7 +69,7 @@ class Bucket:
 
     def _has_guests(self, known: int = 0) -> bool:
         """Whether more than `known` views of the memory are held outside the bucket, for example by the user."""
-        return bool(self.views) and tensors_in(self.flat) > 1 + len(self.views) + len(self.gaps) + known
+        return bool(self.views) and count_users(self.flat) > 1 + len(self.views) + len(self.gaps) + known
 
     def _leave_to_guests(self) -> None:
         """Where the user holds gradients that are no parameter's any more, let them have the memory, and take new memory."""

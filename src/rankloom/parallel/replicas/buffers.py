@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.tensors import overwrite, version_of
+from rankloom.base.tensors import memory_address, overwrite, version_of
 from rankloom.shard.flat import by_dtype
 from rankloom.world.group import Group
 
@@ -135,18 +135,13 @@ class BufferKeeper:
         # Batch norm's kernels do not bump the versions of its statistics; but its number of batches, beside them, is bumped.
         versions = {id(b): sum(version_of(other) for other in module.buffers(recurse=False))
                     for module in self.model.modules() if module._buffers for b in module.buffers(recurse=False)}
-        return {name: Seen(buffer, versions[id(buffer)], address_of(buffer)) for name, buffer in self.model.named_buffers()
+        return {name: Seen(buffer, versions[id(buffer)], memory_address(buffer)) for name, buffer in self.model.named_buffers()
                 if buffer.layout is torch.strided} if versions else {}
 
 
 def _same(before: Seen | None, now: Seen | None) -> bool:
     """Whether it is the same tensor in the same memory, and no buffer of its module was written."""
     return before is not None and now is not None and before.buffer is now.buffer and before[1:] == now[1:]
-
-
-def address_of(tensor: Tensor) -> int:
-    """The address of a dense tensor; 0 if it has no memory."""
-    return tensor.data_ptr() if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta else 0
 
 
 SAMPLE = 512   # elements: they show a write of a whole tensor, and 64 tables of 1 MiB take 0.2 ms
@@ -199,7 +194,7 @@ def _difference(before: Tensor, now: Tensor) -> Callable[[], Tensor]:
 def _bits(tensor: Tensor) -> Tensor | None:
     """A view of at most SAMPLE elements, as integers (so that NaN equals itself); None if there can be no view."""
     tensor = tensor.detach()
-    if not address_of(tensor) or tensor.is_quantized:
+    if not memory_address(tensor) or tensor.is_quantized:
         return None
     tensor = tensor.conj() if tensor.is_conj() else torch._neg_view(tensor) if tensor.is_neg() else tensor   # the memory as it is
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor

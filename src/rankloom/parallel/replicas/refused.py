@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import keeps, waiting_for
+from rankloom.base.tensors import memory_address
 from rankloom.parallel.axes import expect_same_part
-from rankloom.parallel.replicas.buffers import address_of
 from rankloom.parallel.replicas.guards import is_sharded
 from rankloom.world.group import Group
 
@@ -72,7 +72,7 @@ def expect_memory_of_their_own(model: nn.Module) -> None:
 
     Two of which neither is trained may share it.
     """
-    with_memory = [(name, param) for name, param in model.named_parameters() if address_of(param)]
+    with_memory = [(name, param) for name, param in model.named_parameters() if memory_address(param)]
     for device in {param.device for _, param in with_memory}:
         names, params = zip(*(pair for pair in with_memory if pair[1].device == device))
         if shared := _first_shared([_runs(param) for param in params], [param.requires_grad for param in params]):
