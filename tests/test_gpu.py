@@ -181,11 +181,11 @@ def engine_of_a_pipeline(world):
 def engine_loop(begin, world):
     """Four steps, from the third on nothing before the update waits, nor what makes the buffers equal after it; losses."""
     mode, (engine, batch) = torch.cuda.set_sync_debug_mode, begin(world)
-    update, average = engine.optimizer.step, engine._keeper.average_changed
+    update, average = engine.optimizer.step, engine._buffer_keeper.average_changed
     # Ranks that are threads have one mode together: the barrier.
     strict = lambda: [mode("default"), world.barrier(), mode("error" if engine.steps_done >= 2 else "default")]
     engine.optimizer.step = lambda: [mode("default"), update()]
-    engine._keeper.average_changed = lambda: [strict(), average(), mode("default")]
+    engine._buffer_keeper.average_changed = lambda: [strict(), average(), mode("default")]
     losses = []
     try:
         for _ in range(4):

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.mesh import TOKEN_AXES
 from rankloom.base.ranks import experts_of, modules_of
 from rankloom.layouts import find_hosts, layout_of, read, save, show_layout
-from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.train.run.paper import ranks_on_paper
 from rankloom.watch.boxes import FEW, GHOST, Scene, colour_of, draw_bar, draw_sheet, draw_slab, draw_strip
 from rankloom.watch.canvas import Box, Sheet, Word, as_svg, write_png

@@ -6,6 +6,13 @@ from math import prod
 from rankloom.base.errors import ConfigError, MeshError, did_you_mean
 from rankloom.base.expect import is_whole_number
 
+# Ranks that differ along these axes only
+DATA_AXES = ("replicate", "shard")                          # have the same part of the model; some keep slices of it
+ROW_AXES = ("replicate", "shard", "expert")                 # bring different rows
+TOKEN_AXES = ("replicate", "shard", "context", "expert")    # see different tokens
+SHARING_AXES = ("pipe", "context", "tensor")                # work on the same rows
+PART_AXES = ("pipe", "shard", "tensor", "expert")           # hold different elements of the model
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

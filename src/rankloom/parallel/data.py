@@ -23,8 +23,7 @@ from rankloom.parallel.replicas.buffers import BufferKeeper
 from rankloom.parallel.replicas.equal_start import expect_same_values, make_replicas_equal
 from rankloom.parallel.replicas.guards import watch_optimizers
 from rankloom.parallel.replicas.known_parameters import KnownParameters, expect_none_beside
-from rankloom.parallel.replicas.refused import expect_model_and_group
-from rankloom.parallel.replicas.sync_batch_norm import expect_no_sync_batch_norm
+from rankloom.parallel.replicas.refused import expect_model_and_group, expect_no_sync_batch_norm
 from rankloom.world.connect import expect_cpu_backend
 from rankloom.world.group import Group
 

@@ -28,14 +28,13 @@ from torch import Tensor, nn
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Load
 from rankloom.base.expect import expect_type
+from rankloom.base.mesh import TOKEN_AXES
 from rankloom.base.modes import run_together
 from rankloom.base.names import full_name
 from rankloom.parallel.all_to_all import deal_rows
 from rankloom.parallel.axes import note_axis
 from rankloom.parallel.sections.follow import Guide
 from rankloom.world.group import Group
-
-TOKEN_AXES = ("replicate", "shard", "context", "expert")   # ranks along them see different tokens
 
 
 @dataclass(frozen=True, slots=True)

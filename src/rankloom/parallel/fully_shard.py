@@ -33,8 +33,7 @@ from rankloom.parallel.replicas.buffers import BufferKeeper
 from rankloom.parallel.replicas.equal_start import expect_same_values, expect_same_values_in, make_replicas_equal
 from rankloom.parallel.replicas.guards import call_hooks, guard_owners
 from rankloom.parallel.replicas.known_parameters import KnownParameters, expect_none_beside
-from rankloom.parallel.replicas.refused import expect_model_and_group
-from rankloom.parallel.replicas.sync_batch_norm import expect_no_sync_batch_norm
+from rankloom.parallel.replicas.refused import expect_model_and_group, expect_no_sync_batch_norm
 from rankloom.parallel.sections.forward_backward import Moment
 from rankloom.parallel.sections.reduction_order import Reducing
 from rankloom.parallel.sections.sharding import Sharding

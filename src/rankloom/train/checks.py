@@ -16,11 +16,11 @@ from rankloom.base.compression import expect_exact_steps
 from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_callable, expect_type
 from rankloom.base.hooks import hooks_of
+from rankloom.base.mesh import ROW_AXES
 from rankloom.parallel.axes import axes_of
 from rankloom.parallel.context.rows import RING, expect_kind
 from rankloom.parallel.replicas.equal_start import expect_same_values, expect_same_values_in
-from rankloom.parallel.replicas.refused import expect_fresh
-from rankloom.parallel.replicas.sync_batch_norm import expect_no_sync_batch_norm
+from rankloom.parallel.replicas.refused import expect_fresh, expect_no_sync_batch_norm
 from rankloom.parallel.sections.wrapping import Policy, comparable, section_names
 from rankloom.parallel.tensor.apply import expect_overlap, expect_plan
 from rankloom.parallel.zero import STAGES, expect_counts
@@ -30,7 +30,7 @@ from rankloom.train.engine import Loss, Settings
 from rankloom.train.pipeline.pipe import without_functions
 from rankloom.train.recompute import parse_policy
 from rankloom.train.rules import conflicts
-from rankloom.train.split_model import ROW_AXES, beside_pipe, is_split
+from rankloom.train.split_model import beside_pipe, is_split
 from rankloom.world.world import World
 
 

@@ -108,12 +108,12 @@ class Engine:
         self.steps_done, self.scale = 0, UNMEASURED
         self.placement, self.optimizer = placement, optimizer
         self._dropout, self._numbers = dropout, Numbers()
-        self._known, self._keeper = KnownParameters(placement.model), BufferKeeper(placement.model, tokens)
+        self._known_parameters, self._buffer_keeper = KnownParameters(placement.model), BufferKeeper(placement.model, tokens)
         self._first_steps = FirstSteps(settings.world, group, tokens, placement, accumulate=settings.accumulate,
                                        shards=settings.logical_shards)
-        self._built = AsBuilt.of(optimizer, cut=not isinstance(placement, ReplicatedPlacement))
-        if settings.schedule and not self._built.rates[0] and any(self._built.rates):
-            raise ConfigError(f"the optimizer has a first group with lr=0 and others at {self._built.rates[1:]}: a schedule gives the rate "
+        self._as_built = AsBuilt.of(optimizer, cut=not isinstance(placement, ReplicatedPlacement))
+        if settings.schedule and not (rates := self._as_built.rates)[0] and any(rates):
+            raise ConfigError(f"the optimizer has a first group with lr=0 and others at {rates[1:]}: a schedule gives the rate "
                               "of the first, and the others keep their ratio to it. Put another group first, or freeze its parameters")
 
     def step(self, batch: Any) -> Report:
@@ -127,7 +127,7 @@ class Engine:
                 replaced or added
         """
         begin, waited = time.perf_counter(), self.placement.waited
-        self._known.expect_unchanged()
+        self._known_parameters.expect_unchanged()
         if not self.model.training:   # a model in training mode is left alone: the user may have put parts of it in eval mode
             self.model.train()
         lr = self._set_learning_rate()
@@ -143,11 +143,11 @@ class Engine:
             self._first_steps.after(self.steps_done, totals)
             outcome = self._apply(totals, batch)
         self.steps_done += 1
-        self._keeper.average_changed()
+        self._buffer_keeper.average_changed()
         auxiliary = totals[AUXILIARY].item() / outcome.items if len(totals) > AUXILIARY else 0.0
         experts = self._experts.count_tokens(move=outcome.finite)
         if experts:
-            self._keeper.forget_changes()   # the routers' biases: every rank changed them by the same amount
+            self._buffer_keeper.forget_changes()   # the routers' biases: every rank changed them by the same amount
         report = Report(step=self.steps_done, loss=outcome.loss, count=outcome.items, grad_norm=outcome.grad_norm, lr=lr,
                         skipped=not outcome.finite, exposed=exposed, seconds=time.perf_counter() - begin, auxiliary=auxiliary,
                         experts=experts)
@@ -240,7 +240,7 @@ class Engine:
         """Continue from the step and the loss scale of a loaded state."""
         self.steps_done, scaled = run["step"], self.settings.precision.scaled and run["loss_scale"]
         self.scale = LossScale(**scaled) if scaled else UNMEASURED
-        self._keeper.forget_changes()   # loading is not a change that a step made
+        self._buffer_keeper.forget_changes()   # loading is not a change that a step made
 
     @property
     def model(self) -> nn.Module:
@@ -250,7 +250,7 @@ class Engine:
     @property
     def tokens(self) -> Group:
         """The ranks over which losses and counts are summed, and running statistics averaged."""
-        return self._keeper.group
+        return self._buffer_keeper.group
 
     @cached_property
     def _experts(self) -> ExpertBooks:
@@ -289,9 +289,9 @@ class Engine:
 
     def _finish(self, totals: Tensor | None) -> Tensor:
         """Finish all sums over the ranks. raises: ConfigError, on all ranks, when their optimizers have other numbers"""
-        mark = self._numbers.mark(self.optimizer) ^ self._keeper.mark()   # ranks compare one number: it differs where either does
+        mark = self._numbers.mark(self.optimizer) ^ self._buffer_keeper.mark()   # ranks compare one number: it differs where either does
         summed, alike = self.placement.finish(totals, mark)
-        self._keeper.heed(alike)
+        self._buffer_keeper.heed(alike)
         if not alike:
             expect_same_values(self.tokens, "optimizer in this step", numbers_of(self.optimizer), advice=SAME_RATES)
         return summed
@@ -366,7 +366,7 @@ class Engine:
             seen += f", after {self.scale.overflows} overflows in a row" if self.scale.is_hopeless else ""
             found = explain_non_finite(self.settings.world, lambda: self._run_alone(batch), self.placement.local_gradients, seen,
                                        compress=self.placement.summing.compress)
-            self._keeper.average_changed()
+            self._buffer_keeper.average_changed()
             self.placement.summing.forget()   # of huge gradients, what was rounded away is huge too
             raise found
         if outcome.finite:
@@ -382,13 +382,13 @@ class Engine:
             return torch.stack([self._forward_backward(piece, rows) for piece, rows in numbered]).sum(0)
 
     def _set_learning_rate(self) -> float:
-        self._built.expect(self.optimizer, self.world_rank)
+        self._as_built.expect(self.optimizer, self.world_rank)
         if self.settings.schedule:
             expect_no_scheduler(self.optimizer, self.world_rank)
             lr = self.settings.schedule(self.steps_done)
             if not (isinstance(lr, Real | Tensor) and 0 <= float(lr) < math.inf):   # nor NaN
                 raise ConfigError(f"rank {self.world_rank}: schedule({self.steps_done}) gave {lr!r}, expected a learning rate: a finite "
                                   "number, 0 or more")
-            for part, base in zip(self.optimizer.param_groups, self._built.rates):
-                part["lr"] = lr * (base / self._built.rates[0] if self._built.rates[0] else 1.0)
+            for part, base in zip(self.optimizer.param_groups, self._as_built.rates):
+                part["lr"] = lr * (base / self._as_built.rates[0] if self._as_built.rates[0] else 1.0)
         return float(self.optimizer.param_groups[0]["lr"])

@@ -15,10 +15,11 @@ from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import is_hooked
+from rankloom.base.mesh import ROW_AXES, TOKEN_AXES
 from rankloom.base.tensors import keep_until_read
 from rankloom.comm.compress import Summing
 from rankloom.parallel.data import embeddings
-from rankloom.parallel.expert import TOKEN_AXES, ExpertReplicas
+from rankloom.parallel.expert import ExpertReplicas
 from rankloom.parallel.gradients.reducer import GradientReducer
 from rankloom.parallel.gradients.same_bits import CanonicalReducer
 from rankloom.parallel.initial_values import InitialParts, give_memory
@@ -33,7 +34,7 @@ from rankloom.train.pipeline.stages import LocalStages, PipelinePlacement
 from rankloom.train.placement import CanonicalReplicatedPlacement, Placement, ReplicatedPlacement
 from rankloom.train.precision import cast_activations
 from rankloom.train.sharded import CanonicalShardedPlacement, ShardedPlacement, SplitPlacement
-from rankloom.train.split_model import ROW_AXES, is_split
+from rankloom.train.split_model import is_split
 from rankloom.world.group import Group
 from rankloom.world.world import World
 

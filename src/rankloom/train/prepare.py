@@ -21,11 +21,11 @@ from torch import nn
 from rankloom.base.compression import BACKEND, EXACT
 from rankloom.base.errors import ConfigError
 from rankloom.base.events import Sink
+from rankloom.base.mesh import ROW_AXES, TOKEN_AXES
 from rankloom.base.modes import with_memory
 from rankloom.base.tensors import keep_until_read
 from rankloom.comm.compress import Summing
 from rankloom.parallel.context.rows import RING
-from rankloom.parallel.expert import TOKEN_AXES
 from rankloom.parallel.initial_values import InitialParts, InitialValues, put_stand_ins
 from rankloom.parallel.replicas.equal_start import expect_same_tensors, expect_same_values, make_replicas_equal
 from rankloom.parallel.sections.wrapping import AUTO, Policy
@@ -58,7 +58,7 @@ from rankloom.train.pipeline.stages import PipelineEngine, make_local
 from rankloom.train.precision import Precision, cast_floats, formats_of, full_parameters, precision_named
 from rankloom.train.recompute import Recompute
 from rankloom.train.recompute import recompute as recompute_blocks
-from rankloom.train.split_model import ROW_AXES, beside_pipe, is_split, split_model
+from rankloom.train.split_model import beside_pipe, is_split, split_model
 from rankloom.world.launch import fix_cublas_workspace
 from rankloom.world.world import World
 

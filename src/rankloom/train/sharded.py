@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import LossError
+from rankloom.base.mesh import PART_AXES
 from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
 from rankloom.parallel.expert import guide_layers
@@ -27,7 +28,7 @@ from rankloom.shard.optimizer_state import Entry, state_entries, whole_state
 from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
 from rankloom.train.optimizer_step import global_norm
 from rankloom.train.placement import Placement
-from rankloom.train.split_model import PART_AXES, is_split
+from rankloom.train.split_model import is_split
 from rankloom.world.group import Group
 from rankloom.world.world import World
 

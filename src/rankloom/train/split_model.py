@@ -11,17 +11,13 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from rankloom.base.mesh import DATA_AXES
 from rankloom.parallel.context.apply import KEYED_DROPOUT, TellPositions, context_parallel, expect_no_dropout
 from rankloom.parallel.expert import expert_parallel
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.tensor.apply import tensor_parallel
 from rankloom.world.group import Group
 from rankloom.world.world import World
-
-DATA_AXES = ("replicate", "shard")
-ROW_AXES = ("replicate", "shard", "expert")
-SHARING_AXES = ("pipe", "context", "tensor")        # ranks along these work on the same rows
-PART_AXES = ("pipe", "shard", "tensor", "expert")   # ranks along these hold different elements of the model
 
 
 def is_split(world: World) -> bool:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import LossError
+from rankloom.base.mesh import SHARING_AXES
 from rankloom.base.modes import evaluating, runs_together
 from rankloom.parallel.context.tokens_apart import ALL, EVEN, ODD, SomeTokens
 from rankloom.train.batches import expect_rows, rows_if_any, rows_of, with_halves
 from rankloom.train.blocks.compiled import is_compiled
 from rankloom.train.put_back import state_put_back
-from rankloom.train.split_model import SHARING_AXES
 from rankloom.world.group import Group
 from rankloom.world.world import World
 

@@ -14,6 +14,7 @@ from rankloom.base.hooks import keeps, waiting_for
 from rankloom.base.tensors import memory_address
 from rankloom.parallel.axes import expect_same_part
 from rankloom.parallel.replicas.guards import is_sharded
+from rankloom.world.connect import has_default_group
 from rankloom.world.group import Group
 
 COLLECTING = threading.Lock()   # a second thread's `gc.collect` would return at once
@@ -105,3 +106,18 @@ def _runs(x: Tensor) -> Tensor:
         else:
             begin = (begin[:, None] + torch.arange(size, device="cpu") * stride).flatten()
     return torch.stack([begin, begin + length], 1)
+
+
+def expect_no_sync_batch_norm(model: nn.Module, ranks: int) -> None:
+    """Raise ConfigError for torch's `nn.SyncBatchNorm`, which would silently see only the rows of its own rank.
+
+    ranks: the number of ranks over which the rows of a batch are distributed
+    """
+    if ranks == 1 or has_default_group():
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ConfigError(f"{name or 'the model'} is a SyncBatchNorm. It takes its statistics over torch's default process group, and "
+                              f"rankloom makes none: on {ranks} ranks each would normalise by its own rows, as a plain BatchNorm does. "
+                              "Use nn.GroupNorm or nn.LayerNorm; or nn.BatchNorm, where each rank's own rows are enough (running "
+                              "statistics are averaged after each step)")

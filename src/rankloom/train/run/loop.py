@@ -13,6 +13,7 @@ import torch
 
 from rankloom.base.errors import ConfigError, StorageError
 from rankloom.base.events import Evaluated, Event, Notice, Sink
+from rankloom.base.mesh import SHARING_AXES
 from rankloom.data.loader import Batch, Loader, evaluation_batches
 from rankloom.models.config import GPTConfig, parameter_count
 from rankloom.models.gpt import GPT, initial_values
@@ -28,7 +29,7 @@ from rankloom.train.run.optim import build_optimizer, schedule
 from rankloom.train.run.resume import resume, save_in_run
 from rankloom.train.run.schema import Config
 from rankloom.train.run.stop import Agreement, StopSignal
-from rankloom.train.split_model import SHARING_AXES, is_split
+from rankloom.train.split_model import is_split
 from rankloom.world.group import Group
 from rankloom.world.world import World
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 import torch
 
 from rankloom.base.layout import Span
+from rankloom.base.mesh import ROW_AXES
 from rankloom.base.ranks import ParameterPart, RankPart
 from rankloom.base.shares import share
 from rankloom.models.config import GPTConfig
@@ -27,7 +28,6 @@ from rankloom.train.pipeline.stages import PipelineEngine
 from rankloom.train.run.loop import build_engine
 from rankloom.train.run.schema import Config
 from rankloom.train.sharded import ShardedPlacement
-from rankloom.train.split_model import ROW_AXES
 from rankloom.world.paper import NO_MEMORY, PaperWorld
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.parallel.replicas import sync_batch_norm
+from rankloom.parallel.replicas import refused
 
 
 def made():
@@ -39,5 +39,5 @@ def test_ranks_that_share_their_rows_need_no_sums():
 
 
 def test_it_is_torch_s_business_where_the_program_has_made_the_default_process_group(monkeypatch):
-    monkeypatch.setattr(sync_batch_norm, "has_default_group", lambda: True)
+    monkeypatch.setattr(refused, "has_default_group", lambda: True)
     rl.simulate(2, prepared)
