@@ -590,6 +590,27 @@ def test_a_step_that_dies_leaves_nothing_behind(stage, options, when):
                 torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
 
 
+def test_ranks_whose_step_dies_inside_of_a_block_and_right_behind_it_go_on_together():
+    """The same blocks were gathered; on one of the ranks, one is still running."""
+    def die(*_):
+        raise ArithmeticError("in forward")
+
+    def body(world):
+        engine = rl.prepare(drawn(Line()), loss=squares, optimizer=adamw, world=world, stage=3, clip=1.0)
+        mine, block = ROWS.tensor_split(world.size)[world.rank], engine.model.blocks[1]
+        engine.step(mine)
+        hook = (block if world.rank else block[2]).register_forward_hook(die)
+        with pytest.raises(ArithmeticError):
+            engine.step(mine * 9)
+        hook.remove()
+        engine.step(mine * 2)
+        return engine.full_state_dict()["model"]
+
+    expected = train_plainly(1.0, model=drawn(Line()), loss=squares, batches=[ROWS, ROWS * 2])["params"]
+    for state in rl.simulate(2, body, backend="gloo"):
+        torch.testing.assert_close(state, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("stage, backend", [(1, "gloo"), (2, "gloo"), (3, "rankloom")])
 def test_parameters_that_were_cast_or_moved_are_an_error_and_do_not_stop_to_learn(stage, backend):
     def body(world):
@@ -790,10 +811,12 @@ def test_a_call_with_other_weights_that_cannot_be_told_from_a_replacement_says_w
         rl.simulate(2, body, backend="gloo")
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["released", "gathered by the step's first forward"])
 @pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: lambda x: torch.func.vjp(f, x)[1](x)[0]])
-def test_torch_func_around_a_model_whose_parameters_are_let_go_is_an_error_in_words(transform):
+def test_torch_func_around_a_model_whose_parameters_are_let_go_is_an_error_in_words(transform, kept):
     def body(world):
-        engine = rl.prepare(drawn(Line()), loss=lambda m, x: (transform(m)(x).sum(), len(x)), optimizer=adamw, world=world, stage=3)
+        engine = rl.prepare(drawn(Line()), loss=lambda m, x: (transform(m)(x).sum(), len(x)), optimizer=adamw, world=world, stage=3,
+                            reshard_after_forward=not kept)
         with pytest.raises(UnitError, match=rf"rank {world.rank}: the model is called inside of torch.func .* a stage below 3"):
             engine.step(ROWS)
 

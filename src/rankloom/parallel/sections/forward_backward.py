@@ -112,6 +112,7 @@ class ForwardBackward:
             gradient.abandon()
         for section in self.sections:
             section.forget_pass()
+            section.depth = 0   # a forward that raised has left it above 0, maybe not on every rank
         self.calls.begin_pass()
         self.calls.order_hash = 0
         self.release()
@@ -277,7 +278,7 @@ class ForwardBackward:
             return
         self._enter_backward()
         for section in reversed(self.sections):
-            section.depth = 0   # a forward that raised has left it above 0
+            section.depth = 0   # as in `abandon`
             if not section.settled:
                 self._settle(section)
         if self.reducing is not Reducing.NOTHING:
