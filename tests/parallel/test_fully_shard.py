@@ -658,6 +658,18 @@ def test_blocks_called_without_the_root_leave_nothing_behind():
     assert rl.simulate(2, body) == [[2, 2, 2]] * 2
 
 
+def test_each_forward_without_gradients_is_a_pass_of_its_own():
+    def body(world):
+        model, lengths = rl.fully_shard(made(), world), []
+        for _ in range(3):
+            with torch.no_grad():
+                model(inputs())
+            lengths.append(len(model._sharding.forward_backward.calls.order))
+        return lengths
+
+    assert rl.simulate(2, body) == [[4, 4, 4]] * 2   # the root and its blocks
+
+
 def test_buffers_are_the_mean_over_replicas_too():
     expect_as_plain(plainly, lambda: Net(Normed), ranks=[(4, "gloo")], mesh=rl.Mesh(replicate=2, shard=2))
 

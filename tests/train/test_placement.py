@@ -258,6 +258,22 @@ def test_parameters_that_stay_cut_over_neighbours_hold_that_share_between():
         assert trace.moments[-1][1].gathered == 0
 
 
+def test_what_neighbours_need_for_backward_is_kept_until_it_has_gathered_and_by_no_forward_without_gradients():
+    def body(world):
+        model = rl.fully_shard(drawn(Tower(lambda moment: None)), world, reshard_after_forward=2)
+        gathered = lambda: sum(unit.held()[1] for unit in model._sharding.units)
+        x, seen = torch.ones(2, WIDTH), []
+        with torch.no_grad():
+            model(x)
+        seen.append(gathered())
+        loss = model(x).sum()
+        seen.append(gathered())
+        loss.backward()
+        return [*seen, gathered()]
+
+    assert rl.simulate(4, body) == [[0, N * 4 + BLOCKS * N * 4 // 2, 0]] * 4   # between: the root, and a half of each block
+
+
 @pytest.mark.parametrize("memory", [0, 2 * N * 4, WHOLE * 4])
 def test_gradients_that_accumulate_stay_within_the_memory_that_is_given(memory):
     for trace in rl.simulate(2, lambda world: run(world, 3, "fp32", accumulate=3, gradient_memory=memory)):

@@ -111,3 +111,26 @@ def test_a_section_that_was_gathered_in_vain_is_released_once():
     a, b = (Section(name, nn.Module(), []) for name in "ab")
     calls = Calls(ahead={a: None, b: None})
     assert calls.in_vain([b]) == [a] and calls.in_vain([b]) == [] and calls.in_vain([]) == [b]
+
+
+def test_a_section_that_awaits_more_gradients_stays_among_those_that_are_over_until_it_is_settled():
+    a, b = (Section(name, nn.Module(), []) for name in "ab")
+    calls = Calls()
+    for section in (a, b):
+        calls.note(section)
+    calls.begin_backward([])
+    calls.finish(a, calls.over(a))
+    assert calls.over(a) == [b]
+    b.settled = True
+    calls.finish(a, calls.over(a))
+    assert calls.over(a) == []
+
+
+def test_a_backward_after_that_of_a_loss_which_died_is_inside_of_no_other():
+    calls, begun = Calls(), []
+    x = torch.ones(1, requires_grad=True) * 2
+    x.register_hook(lambda gradient: begun.append(calls.begin_backward([])) or (1 / 0 if len(begun) == 1 else None))
+    with pytest.raises(ZeroDivisionError), calls.all_inside_of(x.sum()) as told:
+        told.backward(retain_graph=True)
+    x.sum().backward()
+    assert begun == [True, True]
