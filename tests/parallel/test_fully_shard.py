@@ -221,6 +221,14 @@ def a_forward_that_nobody_backs(model, optimizer, x):
         optimizer.step()
 
 
+def a_forward_before_the_update(model, optimizer, x):
+    for _ in range(3):
+        optimizer.zero_grad()
+        mean_square(model, x).backward()
+        model(x * 2)
+        optimizer.step()
+
+
 def keeping_zeros(model, optimizer, x):
     for factor in (1, 2, 3):
         optimizer.zero_grad(set_to_none=False)
@@ -303,10 +311,11 @@ def frozen_for_a_while(model, optimizer, x):
         optimizer.step()
 
 
-LOOPS = [plainly, several_backwards, two_forwards_one_backward, two_forwards_two_backwards, retained_graph, retained_graph_of_two_forwards,
-         forwards_ahead_of_backwards, accumulating, forgotten_accumulation, cleared_by_the_inner_module, looking_between,
-         a_forward_that_nobody_backs, keeping_zeros, with_a_closure, recomputing_all, gradients_of_inputs, two_optimizers,
-         weights_in_the_loss, weights_in_a_loss_apart, other_gradients_in_their_place, frozen_for_a_while]
+LOOPS = [plainly, several_backwards, two_forwards_one_backward, two_forwards_two_backwards, retained_graph,
+         retained_graph_of_two_forwards, forwards_ahead_of_backwards, accumulating, forgotten_accumulation, cleared_by_the_inner_module,
+         looking_between, a_forward_that_nobody_backs, a_forward_before_the_update, keeping_zeros, with_a_closure, recomputing_all,
+         gradients_of_inputs, two_optimizers, weights_in_the_loss, weights_in_a_loss_apart, other_gradients_in_their_place,
+         frozen_for_a_while]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -345,7 +354,7 @@ def test_every_option_equals_plain_torch(loop, options):
     expect_as_plain(loop, ranks=[(3, "gloo"), (2, "rankloom")], **options)
 
 
-@pytest.mark.parametrize("loop", [several_backwards, accumulating])
+@pytest.mark.parametrize("loop", [several_backwards, accumulating, a_forward_before_the_update])
 def test_parameters_cut_over_neighbours_after_forward_train_alike(loop):
     expect_as_plain(loop, ranks=[(4, "gloo"), (4, "rankloom")], reshard_after_forward=2)
     with pytest.raises(rl.ConfigError, match="reshard_after_forward=3 is no number of neighbours that divides the 4 ranks"):
@@ -951,6 +960,18 @@ def test_parameters_outside_their_unit_are_an_error_and_no_crash():
     assert rl.simulate(2, body) == [mean_square(made(), inputs()).item()] * 2
 
 
+def test_a_part_that_dies_when_it_is_called_by_itself_is_not_let_go_when_the_model_calls_it():
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        with torch.no_grad():
+            with pytest.raises(RuntimeError, match="cannot be multiplied"):
+                model.module.first(inputs().T)
+            return model(inputs())
+
+    for found in rl.simulate(2, body, backend="gloo"):
+        torch.testing.assert_close(found, made()(inputs()).detach(), rtol=1e-12, atol=1e-12)
+
+
 class PutsAside(nn.Module):
     """What it makes is not returned. Its matrix is larger than a frame."""
 
@@ -1334,6 +1355,22 @@ def test_a_block_that_returns_its_own_parameter_is_an_error(graph):
         model = rl.fully_shard(made(lambda: Net(GivesParameter)), world)
         says = rf"rank {world.rank}: blocks.0 \(GivesParameter\) returns its parameter blocks.0.up.bias"
         with pytest.raises(UnitError, match=says), torch.set_grad_enabled(graph):
+            model(inputs())
+
+    rl.simulate(2, body, backend="gloo")
+
+
+class GivesItsOwn(Net):
+    """The root's."""
+
+    def forward(self, x):
+        return super().forward(x), self.first.bias
+
+
+def test_so_is_a_model_that_does_where_no_backward_keeps_that_gathered():
+    def body(world):
+        model = rl.fully_shard(made(GivesItsOwn), world)
+        with pytest.raises(UnitError, match=r"the model \(GivesItsOwn\) returns its parameter first.bias"), torch.no_grad():
             model(inputs())
 
     rl.simulate(2, body, backend="gloo")

@@ -274,6 +274,19 @@ def test_what_neighbours_need_for_backward_is_kept_until_it_has_gathered_and_by_
     assert rl.simulate(4, body) == [[0, N * 4 + BLOCKS * N * 4 // 2, 0]] * 4   # between: the root, and a half of each block
 
 
+def test_a_second_backward_of_one_graph_lets_go_as_the_first_does():
+    def body(world):
+        gathered = lambda: sum(unit.held()[1] for unit in model._sharding.units)
+        model, seen = rl.fully_shard(drawn(Tower(lambda moment: seen.append(gathered()))), world), []
+        loss = model(torch.ones(2, WIDTH)).sum()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        return seen[BLOCKS:]
+
+    for seen in rl.simulate(2, body):
+        assert seen[:BLOCKS] == seen[BLOCKS:] and max(seen) == 3 * N * 4
+
+
 @pytest.mark.parametrize("memory", [0, 2 * N * 4, WHOLE * 4])
 def test_gradients_that_accumulate_stay_within_the_memory_that_is_given(memory):
     for trace in rl.simulate(2, lambda world: run(world, 3, "fp32", accumulate=3, gradient_memory=memory)):
@@ -469,3 +482,15 @@ def test_an_evaluation_on_one_rank_gathers_no_more_at_once_than_a_step(more):
         return gathered
 
     assert rl.simulate(1, body) == [[0, 0]]
+
+
+def test_a_rank_that_follows_an_evaluation_holds_the_root_and_one_block_at_once():
+    def body(world):
+        engine = rl.prepare(drawn(Tower(lambda moment: None)), loss=squares, world=world, stage=3, optimizer=adamw)
+        guide, seen = engine.placement.sharding.guide, []
+        say = guide._say
+        guide._say = lambda following: (seen.append(engine.held().gathered), say(following))[1]
+        engine.evaluate([] if world.rank else [torch.ones(2, WIDTH)] * 2)
+        return max(seen)
+
+    assert rl.simulate(2, body)[1] == 2 * N * 4

@@ -54,6 +54,25 @@ def test_gradients_leave_while_backward_goes_on():
                         "backward of 2", "gradients of blocks.2"]
 
 
+def test_slices_are_summed_over_replicas_while_the_next_gradients_arrive():
+    def body(world):
+        groups, seen = (world.group("shard"), world.group("replicate")), []
+
+        def noted(plain):
+            return lambda x, *more, label, **rest: (seen.append(label), plain(x, *more, label=label, **rest))[1]
+
+        for group, name in zip(groups, ("reduce_scatter", "all_reduce")):
+            setattr(group, name, noted(getattr(group, name)))
+        model = rl.fully_shard(Back(lambda moment: None), groups[0], replicas=groups[1])
+        seen.clear()
+        model(torch.ones(2, WIDTH)).sum().backward()
+        return [label for label in seen if label.startswith("gradients")]
+
+    name = "gradients of blocks.{}".format
+    for seen in rl.simulate(rl.Mesh(replicate=2, shard=2), body):
+        assert seen.index(name(1)) < seen.index(f"{name(2)}, replicas") < seen.index(name(0))   # before it is learned, the order is that of
+
+
 def test_replicas_learn_the_order_of_the_first_rank_too_and_once():
     def body(world):
         sections, groups = [Section(name, nn.Module(), []) for name in "abc"], (world.group("shard"), world.group("replicate"))
