@@ -228,7 +228,7 @@ class ForwardBackward:
         Gathers and reductions must have one order on all ranks, and all ranks come here alike. So a section is not settled when its last
         gradient lands: when that is depends on which parameters a rank has used.
         """
-        over = [] if self.calls.inside_backward else sorted(self.calls.over(section), key=self._queue.numbers.__getitem__)
+        over = [] if self.calls.inside_backward else self.calls.over(section)
         for other in over:
             if not other.settled and not other.awaits_more():
                 self._settle(other)
