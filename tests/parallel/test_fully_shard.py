@@ -972,6 +972,19 @@ def test_a_part_that_dies_when_it_is_called_by_itself_is_not_let_go_when_the_mod
         torch.testing.assert_close(found, made()(inputs()).detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_parts_may_be_called_by_themselves_after_a_forward_that_died_and_an_update():
+    def body(world):
+        model = rl.fully_shard(made(), world)
+        with torch.no_grad():
+            with pytest.raises(RuntimeError, match="cannot be multiplied"):
+                model(inputs().T)
+            model.after_update()
+            return model.module.first(inputs())
+
+    for found in rl.simulate(2, body, backend="gloo"):
+        torch.testing.assert_close(found, made().first(inputs()).detach(), rtol=1e-12, atol=1e-12)
+
+
 class PutsAside(nn.Module):
     """What it makes is not returned. Its matrix is larger than a frame."""
 
@@ -1066,6 +1079,27 @@ class Private:
 
     def __init__(self, value):
         self.__value = value
+
+
+class WithSparse(Block):
+    """A tensor without a storage beside what it returns."""
+
+    def forward(self, x):
+        return super().forward(x), torch.eye(2).to_sparse()
+
+
+class BesideSparse(Net):
+    """Takes what is dense."""
+
+    def __init__(self) -> None:
+        super().__init__(WithSparse)
+
+    def call(self, block, x):
+        return block(x)[0]
+
+
+def test_so_are_tensors_without_a_storage():
+    expect_as_plain(plainly, BesideSparse, ranks=[(2, "gloo")])
 
 
 def test_results_are_found_in_slots_whatever_their_names():

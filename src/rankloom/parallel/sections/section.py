@@ -133,7 +133,7 @@ class Section:
     def lend(self, part: nn.Module) -> None:
         """Before `part`, which holds parameters of it: gather, if the part is called by itself, without gradients, as `generate` calls an
         encoder and then a decoder. Raise unless the parameters may be used then."""
-        if self.gather_for_part and self.is_away and not self.depth and not torch.is_grad_enabled():
+        if self.gather_for_part and self.is_away and not torch.is_grad_enabled():
             self._borrower = part if self.gather_for_part() else None
         for unit in self.units:
             if unit.stays and unit.state is State.GATHERING:   # no other rank need take part: all have sent their slices already
