@@ -113,7 +113,6 @@ class ForwardBackward:
         for section in self.sections:
             section.forget_pass()
             section.depth = 0   # a forward that raised has left it above 0, maybe not on every rank
-        self.calls.begin_pass()
         self.calls.order_hash = 0
         self.release()
 
