@@ -1,10 +1,13 @@
 """Where a call gathers parameters, ranks call the same blocks in the same order, or learn that they have not."""
 
+from zlib import crc32
+
 import pytest
 import torch
 from torch import nn
 
 import rankloom as rl
+from awkward import drawn
 from rankloom.base.errors import UnitError
 from rankloom.parallel.sections.call_order import Calls
 from rankloom.parallel.sections.section import Section
@@ -96,6 +99,34 @@ def test_where_no_call_needs_the_others_ranks_may_have_branches_of_their_own(ran
     steps = [(0, 1), (1, 0), (1, 1)] if ranks == 2 else [(0, 0, 1, 1), (1, 1, 0, 0)]   # shards of one replica go together
     for found in rl.simulate(ranks, lambda world: trained(world, steps, stage=stage), backend=backend):
         expect_right(found, steps)
+
+
+def test_what_ranks_compare_is_a_hash_of_every_gather_and_reduction():
+    def body(world):
+        seen, found = 0, []
+
+        def noted(plain):
+            def call(x, *, label, **more):
+                nonlocal seen
+                if label != "used parameters, totals":
+                    seen = crc32(label.removeprefix("parameters of ").replace("root", "").encode(), seen)
+                return plain(x, label=label, **more)
+
+            return call
+
+        for name in ("all_gather", "reduce_scatter"):
+            setattr(world, name, noted(getattr(world, name)))
+        model = rl.fully_shard(drawn(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))), world, units=lambda name, _: name > "0")
+        calls = model._sharding.forward_backward.calls
+        end_step = calls.end_step
+        calls.end_step = lambda *given, **more: (found.append((calls.order_hash, seen)), end_step(*given, **more))
+        for _ in range(2):   # the second time, what comes next is known
+            seen = 0
+            model(torch.ones(2, WIDTH).double()).sum().backward()
+        return found
+
+    for found in rl.simulate(2, body, backend="gloo"):
+        assert all(ours == real for ours, real in found) and len(found) == 2
 
 
 def test_backward_reaches_the_calls_of_a_section_from_the_last_to_the_first():

@@ -597,7 +597,7 @@ def test_ranks_whose_step_dies_inside_of_a_block_and_right_behind_it_go_on_toget
 
     def body(world):
         engine = rl.prepare(drawn(Line()), loss=squares, optimizer=adamw, world=world, stage=3, clip=1.0)
-        mine, block = ROWS.tensor_split(world.size)[world.rank], engine.model.blocks[1]
+        mine, block = ROWS.tensor_split(world.size)[world.rank], engine.model.blocks[2]
         engine.step(mine)
         hook = (block if world.rank else block[2]).register_forward_hook(die)
         with pytest.raises(ArithmeticError):
