@@ -190,8 +190,8 @@ def test_a_module_may_be_called_root():
                     units=lambda name, module: name == "root")
 
 
-@pytest.mark.parametrize("deterministic", [False, 4])
-def test_gradients_are_in_the_hosts_memory_before_the_update_however_long_the_copy_takes(deterministic, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"deterministic": 4}, {"accumulate": 2}], ids=str)
+def test_gradients_are_in_the_hosts_memory_before_the_update_however_long_the_copy_takes(options, monkeypatch):
     def store(host, into, result):
         vars(host).setdefault("copies", []).append((into, result.clone()))
 
@@ -202,7 +202,7 @@ def test_gradients_are_in_the_hosts_memory_before_the_update_however_long_the_co
     monkeypatch.setattr(Host, "store", store)
     monkeypatch.setattr(Host, "wait", wait)
     expect_as_plain(lambda: drawn(Line()), squares, [ROWS, ROWS * 2], ranks=(2,), backends=("gloo",), stages=(2,), offload=True,
-                    deterministic=deterministic)
+                    **options)
 
 
 def test_offloaded_gradients_of_one_rank_are_in_the_hosts_memory_and_not_on_the_device_too():
