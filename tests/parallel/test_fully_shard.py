@@ -281,6 +281,15 @@ def weights_in_the_loss(model, optimizer, x):
         optimizer.step()
 
 
+def weights_in_the_loss_before_the_forward(model, optimizer, x):
+    """Their gradients come last, while sums are under way."""
+    for _ in range(3):
+        optimizer.zero_grad()
+        penalty = 0.1 * sum(p.square().sum() for p in model.parameters())
+        (penalty + mean_square(model, x)).backward()
+        optimizer.step()
+
+
 def weights_in_a_loss_apart(model, optimizer, x):
     for _ in range(3):
         optimizer.zero_grad()
@@ -314,13 +323,27 @@ def frozen_for_a_while(model, optimizer, x):
 LOOPS = [plainly, several_backwards, two_forwards_one_backward, two_forwards_two_backwards, retained_graph,
          retained_graph_of_two_forwards, forwards_ahead_of_backwards, accumulating, forgotten_accumulation, cleared_by_the_inner_module,
          looking_between, a_forward_that_nobody_backs, a_forward_before_the_update, keeping_zeros, with_a_closure, recomputing_all,
-         gradients_of_inputs, two_optimizers, weights_in_the_loss, weights_in_a_loss_apart, other_gradients_in_their_place,
-         frozen_for_a_while]
+         gradients_of_inputs, two_optimizers, weights_in_the_loss, weights_in_the_loss_before_the_forward, weights_in_a_loss_apart,
+         other_gradients_in_their_place, frozen_for_a_while]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_way_to_write_a_loop_equals_plain_torch(loop):
     expect_as_plain(loop)
+
+
+class Spare(Net):
+    """Blocks have a matrix that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.spare = nn.Linear(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("loop", [weights_in_the_loss, weights_in_a_loss_apart])
+def test_weights_that_only_the_loss_uses_are_used(loop):
+    expect_as_plain(loop, Spare, ranks=[(1, "gloo"), (3, "gloo"), (2, "rankloom")])
 
 
 def test_two_forwards_in_one_autocast_equal_plain_torch():

@@ -180,6 +180,11 @@ def test_memory_that_lasts_is_left_to_those_who_hold_a_view_of_it_when_it_is_clo
 def test_memory_between_steps_and_lent_memory_last_on_a_cpu():
     assert isinstance(between_steps(3, torch.float32, torch.device("cpu")), Lasting)
     assert isinstance(memory_lent(torch.zeros(3)), Lasting) and memory_lent(torch.zeros(3)).held == 12
+    whole = torch.zeros(8)
+    lent, address = memory_lent(whole[4:]), whole[4:].data_ptr()
+    del whole
+    lent.close()
+    assert lent.stays and lent.tensor.data_ptr() == address, "that it is a part of other memory is no view that somebody holds"
 
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])

@@ -27,3 +27,16 @@ def test_the_memory_of_a_sum_goes_when_it_has_been_added_to_the_slice():
         return [is_there() is not None for is_there in sums]
 
     assert rl.simulate(2, body) == [[True, False]] * 2   # the first is the slice
+
+
+def test_gradients_that_are_dropped_before_they_are_summed_give_back_their_buffer():
+    def body(world):
+        model = rl.fully_shard(drawn(nn.Linear(8, 8)), world)
+        gradient, = model._sharding.gradients()
+        with model.no_sync():
+            model(torch.ones(2, 8).double()).sum().backward()
+        whole = gradient.held()
+        model._sharding.forward_backward.abandon()
+        return whole, gradient.held(), model._sharding.pool.held()
+
+    assert rl.simulate(2, body, backend="gloo") == [(80 * 8, 0, 0)] * 2   # two tensors, each aligned

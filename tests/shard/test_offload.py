@@ -1,5 +1,6 @@
 """The order of copies between a GPU and its host, on streams that only note what they have waited for."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -60,9 +61,13 @@ def test_few_gradients_wait_on_the_device_for_their_way_out(main):
 def test_the_optimizer_changes_no_slice_that_is_still_being_read(main):
     host = Host(GPU)
     host.beside(lambda: NOW[-1].known.add("slice") or SimpleNamespace(wait=lambda: None))
-    host.store(Memory("gradient"), Memory("on the device"))
+    gradient = Memory("on the device")
+    host.store(Memory("gradient"), gradient)
     host.wait()
     assert set().union(*ENDED) == {"slice", "gradient"}
+    is_there = weakref.ref(gradient)
+    del gradient
+    assert is_there() is None, "once it has been copied, its memory is free"
 
 
 def test_what_is_large_is_pinned_to_the_byte_and_what_is_small_by_torch(monkeypatch):
@@ -81,6 +86,8 @@ def test_what_is_large_is_pinned_to_the_byte_and_what_is_small_by_torch(monkeypa
     assert not pinned, "it is given back when nobody has any of it"
 
 
-def test_the_desk_has_the_dtype_that_is_asked_for():
+def test_the_desk_has_the_dtype_and_the_size_that_are_asked_for():
     host = Host(torch.device("cpu"))
-    assert [host.desk(4, dtype).dtype for dtype in (torch.float32, torch.bfloat16)] == [torch.float32, torch.bfloat16]
+    for n, dtype in ((4, torch.float32), (2, torch.float32), (4, torch.bfloat16), (8, torch.bfloat16)):
+        desk = host.desk(n, dtype)
+        assert desk.dtype == dtype and desk.shape == (n,)

@@ -799,6 +799,7 @@ def test_a_global_batch_smaller_than_the_ranks_is_refused_on_all_ranks():
     ({"deterministic": 4, "all_reduce": "ring"}, "all_reduce='ring' has no meaning with deterministic"),
     ({"context": "rign"}, "no context parallelism 'rign'. Did you mean 'ring'"),
     ({"stage": 3, "ahead": -1}, "ahead=-1, expected 0 or more"), ({"stage": 2, "gradient_memory": -1}, "gradient_memory=-1"),
+    ({"stage": 2, "gradient_memory": math.nan}, "gradient_memory=nan, expected 0 or more"),
     ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)}, "optimizer must be a function of the parameters"),
     ({"optimizer": None}, "optimizer must be a function"), ({"model": [1]}, "model is of type list, expected a torch module"),
     ({"world": 2}, "world=2 is of type int, expected what rl.init gives"), ({"loss": None}, "loss=None cannot be called"),

@@ -243,6 +243,8 @@ def test_blocks_that_are_frozen_in_part_are_let_go_in_backward_too():
 
     for trace in rl.simulate(2, lambda world: run(world, 3, "fp32", change=frozen)):
         assert trace.most_gathered("backward") <= 3 * N * 4   # the root, the one in use, one ahead
+    trace, = rl.simulate(1, lambda world: run(world, 3, "bf16", change=frozen))   # where what is frozen stays: it is its slice
+    assert [held.gathered for moment, held, _ in trace.moments if moment in ("before", "after")] == [0, 0]
 
 
 def test_parameters_that_are_kept_gathered_are_whole_from_forward_to_backward():
