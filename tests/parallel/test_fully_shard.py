@@ -341,7 +341,7 @@ class Spare(Net):
             block.spare = nn.Linear(WIDTH, WIDTH)
 
 
-@pytest.mark.parametrize("loop", [weights_in_the_loss, weights_in_a_loss_apart])
+@pytest.mark.parametrize("loop", [weights_in_the_loss, weights_in_the_loss_before_the_forward, weights_in_a_loss_apart])
 def test_weights_that_only_the_loss_uses_are_used(loop):
     expect_as_plain(loop, Spare, ranks=[(1, "gloo"), (3, "gloo"), (2, "rankloom")])
 

@@ -215,7 +215,8 @@ class Gradient:
         """Drop the gradients of parameters that no rank used: an optimizer skips these, as in one process."""
         self.used, self._agreed = set(self.unit.owners.keys() & used), True
         for name in self.unit.owners.keys() - self.used:
-            if not self._is_foreign(name):
+            grad = self.unit.owners[name].grad   # a sum of nothing, zeros, unless a loss computed from slices has added to it since
+            if grad is not None and (self.sums.is_compressed or not grad.any()):
                 self.unit.owners[name].grad = None
         if self.sums.is_compressed and self.slice is not None:
             self._clear_strays(self.slice)
