@@ -172,6 +172,7 @@ def test_a_group_without_a_second_connection_compresses_between_its_gathers():
     def body(world):
         part = Subgroup(world, (0, 1))
         model = rl.fully_shard(net(), part, units=nn.Sequential, compress="int8")
+        assert all(gradient.sums.is_compressed and gradient.sums._worker is None for gradient in model._sharding.gradients())
         return train(model, torch.optim.SGD(model.parameters(), lr=0.3), world, range(6)).isfinite().all().item()
 
     assert rl.simulate(P, body) == [True] * P

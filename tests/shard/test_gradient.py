@@ -40,3 +40,16 @@ def test_gradients_that_are_dropped_before_they_are_summed_give_back_their_buffe
         return whole, gradient.held(), model._sharding.pool.held()
 
     assert rl.simulate(2, body, backend="gloo") == [(80 * 8, 0, 0)] * 2   # two tensors, each aligned
+
+
+def test_gradients_that_are_dropped_while_they_are_summed_count_as_used_no_more():
+    def body(world):
+        model = rl.fully_shard(drawn(nn.Linear(8, 8)), world)
+        gradient, = model._sharding.gradients()
+        with model.no_sync():
+            model(torch.ones(2, 8).double()).sum().backward()
+        gradient.start()
+        model._sharding.forward_backward.abandon()
+        return gradient.used, [param.grad for param in model.parameters()]
+
+    assert rl.simulate(2, body) == [(set(), [None, None])] * 2
