@@ -12,7 +12,7 @@ from awkward import drawn
 
 def test_the_memory_of_a_sum_goes_when_it_has_been_added_to_the_slice():
     def body(world):
-        model, sums = rl.fully_shard(drawn(nn.Linear(8, 8)), world), []
+        model, sums = rl.fully_shard(drawn(nn.Linear(8, 8)).to(world.device), world), []
         gradient, = model._sharding.gradients()
         start = gradient.sums.start_scatter
 
@@ -22,7 +22,7 @@ def test_the_memory_of_a_sum_goes_when_it_has_been_added_to_the_slice():
 
         gradient.sums.start_scatter = noted
         for _ in range(2):
-            model(torch.ones(2, 8).double()).sum().backward()
+            model(torch.ones(2, 8, dtype=torch.float64, device=world.device)).sum().backward()
         gc.collect()
         return [is_there() is not None for is_there in sums]
 
@@ -31,10 +31,10 @@ def test_the_memory_of_a_sum_goes_when_it_has_been_added_to_the_slice():
 
 def test_gradients_that_are_dropped_before_they_are_summed_give_back_their_buffer():
     def body(world):
-        model = rl.fully_shard(drawn(nn.Linear(8, 8)), world)
+        model = rl.fully_shard(drawn(nn.Linear(8, 8)).to(world.device), world)
         gradient, = model._sharding.gradients()
         with model.no_sync():
-            model(torch.ones(2, 8).double()).sum().backward()
+            model(torch.ones(2, 8, dtype=torch.float64, device=world.device)).sum().backward()
         whole = gradient.held()
         model._sharding.forward_backward.abandon()
         return whole, gradient.held(), model._sharding.pool.held()
@@ -44,10 +44,10 @@ def test_gradients_that_are_dropped_before_they_are_summed_give_back_their_buffe
 
 def test_gradients_that_are_dropped_while_they_are_summed_count_as_used_no_more():
     def body(world):
-        model = rl.fully_shard(drawn(nn.Linear(8, 8)), world)
+        model = rl.fully_shard(drawn(nn.Linear(8, 8)).to(world.device), world)
         gradient, = model._sharding.gradients()
         with model.no_sync():
-            model(torch.ones(2, 8).double()).sum().backward()
+            model(torch.ones(2, 8, dtype=torch.float64, device=world.device)).sum().backward()
         gradient.start()
         model._sharding.forward_backward.abandon()
         return gradient.used, [param.grad for param in model.parameters()]

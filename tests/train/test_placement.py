@@ -262,9 +262,9 @@ def test_parameters_that_stay_cut_over_neighbours_hold_that_share_between():
 
 def test_what_neighbours_need_for_backward_is_kept_until_it_has_gathered_and_by_no_forward_without_gradients():
     def body(world):
-        model = rl.fully_shard(drawn(Tower(lambda moment: None)), world, reshard_after_forward=2)
+        model = rl.fully_shard(drawn(Tower(lambda moment: None)).to(world.device), world, reshard_after_forward=2)
         gathered = lambda: sum(unit.held()[1] for unit in model._sharding.units)
-        x, seen = torch.ones(2, WIDTH), []
+        x, seen = torch.ones(2, WIDTH, device=world.device), []
         with torch.no_grad():
             model(x)
         seen.append(gathered())
@@ -279,8 +279,8 @@ def test_what_neighbours_need_for_backward_is_kept_until_it_has_gathered_and_by_
 def test_a_second_backward_of_one_graph_lets_go_as_the_first_does():
     def body(world):
         gathered = lambda: sum(unit.held()[1] for unit in model._sharding.units)
-        model, seen = rl.fully_shard(drawn(Tower(lambda moment: seen.append(gathered()))), world), []
-        loss = model(torch.ones(2, WIDTH)).sum()
+        model, seen = rl.fully_shard(drawn(Tower(lambda moment: seen.append(gathered()))).to(world.device), world), []
+        loss = model(torch.ones(2, WIDTH, device=world.device)).sum()
         for _ in range(2):
             loss.backward(retain_graph=True)
         return seen[BLOCKS:]
