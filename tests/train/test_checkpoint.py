@@ -247,6 +247,16 @@ def test_what_delayed_scaling_remembers_and_extra_state_come_back(tmp_path, stag
     assert rl.simulate(2, stopped) == [([1, "two"], losses) for losses in expected]
 
 
+def test_of_extra_state_that_ranks_have_otherwise_that_of_the_first_is_saved(tmp_path):
+    def body(world):
+        wide(world, note=world.rank).save(tmp_path)
+        engine = wide(world)
+        engine.load(tmp_path)
+        return engine.model.note
+
+    assert rl.simulate(2, body) == [0, 0]
+
+
 def test_extra_state_that_json_has_not_is_told_by_name_on_all_ranks(tmp_path):
     def body(world):
         with pytest.raises(ConfigError, match="_extra_state cannot be in a checkpoint, which has no pickle"):
@@ -335,6 +345,48 @@ def test_a_number_of_a_tensor_stays_one_where_a_rank_has_a_slice_of_one_element(
     state, straight = rl.simulate(rl.Mesh(shard=there), save)[0]
     assert read_manifest(tmp_path)[1].tensors["optimizer/share/weight"].shape == (1,)
     assert rl.simulate(rl.Mesh(shard=here), go_on)[0] == pytest.approx(straight, rel=1e-5)   # fp32: the sums are in another order
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_tied_parameter_is_written_once_under_its_first_name(tmp_path, stage):
+    tied = nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(tied, nn.Tanh(), tied)
+
+    def body(world):
+        rl.prepare(deepcopy(model), loss=lambda model, batch: (model(batch).sum(), len(batch)), world=world, stage=stage,
+                   optimizer=lambda params: torch.optim.SGD(params, lr=0.1)).save(tmp_path)
+
+    rl.simulate(2, body)
+    assert [*read_manifest(tmp_path)[1].tensors] == ["model/0.weight"]
+
+
+def test_a_slice_of_one_element_is_one_also_where_another_parameter_has_no_more(tmp_path):
+    """The weight is on two ranks, 16 and 1, and the bias on the third."""
+    model = nn.Linear(17, 1)
+
+    def body(world):
+        engine = rl.prepare(deepcopy(model), loss=lambda model, batch: (model(batch).square().sum(), len(batch)), world=world, stage=1,
+                            optimizer=lambda params: torch.optim.AdamW(params, lr=0.1))
+        engine.step(torch.ones(2, 17))
+        before = bits(engine)
+        engine.save(tmp_path)
+        engine.load(tmp_path)
+        return all(map(torch.equal, bits(engine), before))
+
+    assert rl.simulate(rl.Mesh(shard=3), body) == [True] * 3
+
+
+def test_what_is_remembered_of_the_padding_of_a_vocabulary_comes_back_as_zeros(tmp_path):
+    def body(world):
+        engine = engine_of(world, 1)
+        steps(engine, 1)
+        held = lambda: {name: engine.optimizer.state[owner]["exp_avg"].clone() for name, owner in engine.placement.owners.items()}
+        before = held()
+        engine.save(tmp_path)
+        engine.load(tmp_path)
+        return all(torch.equal(before[name], value) for name, value in held().items())
+
+    assert rl.simulate(rl.Mesh(tensor=2), body) == [True] * 2
 
 
 class Slowly(torch.optim.SGD):
@@ -496,6 +548,27 @@ def test_a_damaged_file_is_noticed_before_anything_is_changed(tmp_path):
     data[-5] ^= 1
     path.write_bytes(data)
     refused(DataError, "the file is damaged", lambda world: engine_of(world, 1), tmp_path)
+
+
+def test_whichever_file_is_damaged_it_is_noticed_by_fewer_ranks_than_there_are_files(tmp_path):
+    saved_by(rl.Mesh(shard=4), 3, tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(DataError, match=f"{path.name}.* the file is damaged"):
+            rl.simulate(2, lambda world: engine_of(world, 0).load(tmp_path))
+        path.write_bytes(whole)
+
+
+def test_the_manifest_of_another_program_is_not_overwritten(tmp_path):
+    (tmp_path / "manifest.json").write_text("{}")
+
+    def body(world):
+        with pytest.raises(ConfigError, match="manifest.json: is there, and not of a checkpoint"):
+            engine_of(world, 0).save(tmp_path)
+
+    rl.simulate(2, body)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("manifest.json", "{}")]
 
 
 def test_the_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path):

@@ -112,7 +112,7 @@ def test_exact_steps_first_are_those_of_the_exact_run_to_the_bit(mesh, stage):
     assert rl.simulate(mesh, body) == [(True, False)] * mesh.size
 
 
-@pytest.mark.parametrize(("mesh", "stage"), [DATA[0], DATA[2], DATA[4], SPLIT[0]], ids=str)
+@pytest.mark.parametrize(("mesh", "stage"), [(rl.Mesh(replicate=2), 0), DATA[0], DATA[2], DATA[4], SPLIT[0]], ids=str)
 @pytest.mark.parametrize("path", ["state dict", "checkpoint"])
 def test_a_state_begins_without_what_the_engine_that_loads_it_remembers_of_other_steps(mesh, stage, path, tmp_path):
     def body(world):
