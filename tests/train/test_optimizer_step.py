@@ -162,6 +162,17 @@ def test_one_of_several_fused_optimizers_may_get_a_hook_between_two_steps(kind):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)   # as above
 
 
+def test_a_hook_that_comes_after_a_skipped_step_skips_no_other():
+    params, flats = make()
+    optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
+    fill(flats, 0)
+    assert not apply_gradients(optimizer, flats, torch.tensor(math.inf), totals(), scale=1.0, clip=None)[3]
+    optimizer.register_step_post_hook(lambda *_: None)
+    before = params[0].detach().clone()
+    step_on(optimizer, params, flats, 1)
+    assert not torch.equal(params[0], before)
+
+
 @pytest.mark.parametrize("scale", [1.0, 65536.0])
 def test_the_norm_is_that_of_the_mean_gradient_whatever_the_loss_scale(scale):
     params, flats = make(torch.float64)
