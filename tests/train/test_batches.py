@@ -13,7 +13,18 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.shares import share
-from rankloom.train.batches import MicroBatches, as_given, cut_batch, deal_shards, map_tensors, rows_if_any, rows_of, with_halves
+from rankloom.train.batches import (
+    MicroBatches,
+    as_given,
+    cut_again,
+    cut_batch,
+    deal_shards,
+    laid_out_anew,
+    map_tensors,
+    rows_if_any,
+    rows_of,
+    with_halves,
+)
 
 Pair = namedtuple("Pair", "x y")
 
@@ -302,11 +313,22 @@ def test_more_pieces_than_rows_are_refused_by_rank():
         cut_batch(torch.zeros(3), 4, rank=2)
 
 
+def test_batches_to_evaluate_may_have_fewer_rows_than_pieces_and_are_cut_into_rows():
+    assert [len(piece) for piece in cut_again(torch.zeros(3), 4, rank=0)] == [1, 1, 1]
+
+
+def test_rows_that_are_laid_out_anew_are_contiguous_and_a_copy():
+    by_columns = torch.arange(6).view(3, 2).t()
+    for x in (by_columns, by_columns.contiguous()):
+        anew = laid_out_anew(x)
+        assert torch.equal(anew, x) and anew.is_contiguous() and anew.data_ptr() != x.data_ptr()
+
+
 def deal(world: rl.World, held: list[int], leaves: int):
     """Rank r holds held[r] rows; all rows are numbered through."""
     first = sum(held[: world.rank])
     x = torch.arange(first, first + held[world.rank])
-    batch = {"x": x, "mask": x % 2 == 0, "y": [x[:, None].float() * torch.ones(2, 3).t()[:1]]}   # bools, and a tensor with gaps
+    batch = {"x": x, "mask": x % 2 == 0, "y": [torch.stack((x, x)).float().t()]}   # bools, and a tensor that lies by columns
     mine, first, used = deal_shards(batch, world, leaves)
     assert mine["x"][:1].tolist() == [first][:len(mine["x"])]
     assert torch.equal(mine["mask"], mine["x"] % 2 == 0) and torch.equal(mine["y"][0][:, 0], mine["x"].float())
