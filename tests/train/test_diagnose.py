@@ -193,6 +193,13 @@ def test_a_mean_over_what_is_not_padding_is_refused_though_all_tokens_are_counte
         judge(lambda model, x: (losses[part := next(parts)].sum() / kept[part].sum(), losses[part].numel()), rows=4)
 
 
+def test_a_mean_over_rows_is_refused_though_items_are_counted_and_rows_have_unequally_many():
+    losses, items = torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.tensor([1, 1, 10, 10])
+    parts = iter([slice(0, 4), slice(0, 2), slice(2, 4), slice(0, 4)])
+    with pytest.raises(rl.LossError, match="counts 22 items, but seems to return their mean"):
+        judge(lambda model, x: (losses[part := next(parts)].mean(), int(items[part].sum())), rows=4)
+
+
 @pytest.mark.parametrize("counted", [20, 1, 0])
 def test_a_sum_is_no_mean_where_one_half_has_nearly_all_that_is_counted(counted):
     """As of a long answer beside a short one, or beside a row that is all padding."""
@@ -400,6 +407,25 @@ def test_so_it_does_where_context_ranks_have_tried_the_loss_by_tokens_too():
         return engine.model.calls.item(), engine.model.seen
 
     assert rl.simulate(rl.Mesh(context=2), body) == [(1, [4])] * 2
+
+
+class TrainsOnlyGPT(rl.GPT):
+    def forward(self, tokens, targets, *, part=None):
+        assert self.training, "this model is for training"
+        return super().forward(tokens, targets, part=part or WholeSequence())
+
+
+def test_what_is_raised_amid_a_forward_of_tensor_ranks_is_raised_with_a_note_too():
+    plain = TrainsOnlyGPT(GPTConfig(vocab_size=37, seq_len=12, width=16, layers=2, heads=2, kv_heads=2, ffn=24))
+    tokens = torch.zeros(4, 12, dtype=torch.int64)
+
+    def body(world):
+        rl.prepare(copy.deepcopy(plain), loss=language_model_loss, world=world,
+                   optimizer=lambda params: torch.optim.SGD(params, lr=0.1)).step((tokens, tokens))
+
+    with pytest.raises(AssertionError, match="for training") as error:
+        rl.simulate(rl.Mesh(tensor=2), body)
+    assert any("the loss was tried in evaluation mode when this was raised" in note for note in error.value.__notes__)
 
 
 class Remembers(nn.Module):

@@ -1057,6 +1057,15 @@ def test_a_hook_that_an_optimizer_got_after_prepare_is_an_error_where_it_would_s
     rl.simulate(2, body)
 
 
+def test_an_optimizer_that_is_dealt_whole_tensors_may_get_a_hook_after_prepare():
+    def body(world):
+        engine = prepare(world, stage=2, optimizer=torch.optim.Adafactor)
+        engine.optimizer.register_step_pre_hook(lambda optimizer, *_: None)
+        return engine.step(rows(4)).step
+
+    assert rl.simulate(2, body) == [1, 1]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_that_comes_after_prepare_is_an_error_at_every_stage_wherever_it_hangs(stage):
     def body(world):
