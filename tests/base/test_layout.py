@@ -107,6 +107,7 @@ def test_the_inner_cut_of_a_dim_can_be_undone_and_what_is_cut_elsewhere_stays():
     src, dst = Layout.parse("[rows/shard/tensor, cols] +context"), Layout.parse("[rows/shard, cols] +context")
     assert str(collective(src, dst, "tensor")) == "all_gather(rows)"
     assert str(conjugate(src, dst, "tensor")) == "slice(rows)"
+    assert str(collective(src, src, "shard")) == "nothing", "along the outer cut, too"
 
 
 @pytest.mark.parametrize(("text", "shape"), [

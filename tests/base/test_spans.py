@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankloom.base.layout import Span
-from rankloom.base.spans import boxes_of_run, common, numel, shape_of, whole_box, within
+from rankloom.base.spans import boxes_of_run, common, make_up, numel, shape_of, whole_box, within
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 
@@ -55,3 +55,8 @@ def test_what_two_boxes_share_is_what_lies_in_both(data):
 
 def test_a_number_without_dims_is_one_box():
     assert list(boxes_of_run((), 0, 1)) == [()] and common((), ()) == () and numel(()) == 1 and shape_of(()) == ()
+
+
+def test_an_empty_box_of_another_number_of_dims_makes_up_no_tensor():
+    whole, empty = (Span(0, 5),), (Span(2, 2), Span(0, 3))
+    assert make_up([whole], (5,)) and not make_up([whole, empty], (5,))

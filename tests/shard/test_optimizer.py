@@ -191,6 +191,8 @@ def test_several_optimizers_have_live_groups_one_state_and_step_together():
     both.step()
     assert vector.tolist() == [0.0] * 3 and matrix.tolist() == [[0.75] * 2] * 2
     assert set(both.state[vector]) == {"momentum_buffer"}
+    both.zero_grad(set_to_none=False)
+    assert not vector.grad.any() and not matrix.grad.any()
     both.zero_grad()
     assert vector.grad is None and matrix.grad is None
     assert make_optimizer(lambda p: [optim.SGD(p)], {"v": vector}).param_groups[0]["params"] == [vector]

@@ -111,10 +111,12 @@ def gathered_alone(build, steps: int = STEPS) -> dict:
 
 def test_rates_are_taken_over_and_how_to_compute_is_not():
     saved = gathered_alone(lambda p: optim.AdamW(p, lr=0.5, betas=(0.5, 0.75), fused=True))
+    saved["param_groups"][0] |= {"capturable": True, "differentiable": True, "betas": [0.5, 0.75]}   # a list, as JSON has it
     mine = Pieces(lambda p: optim.AdamW(p, lr=0.1, foreach=True), 0, 1)
     load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=0)
     group = mine.optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["fused"], group["foreach"]) == (0.5, (0.5, 0.75), None, True)
+    assert (group["capturable"], group["differentiable"]) == (False, False)
 
 
 def test_groups_may_know_more_or_less_than_the_saved_ones():
@@ -128,10 +130,11 @@ def test_groups_may_know_more_or_less_than_the_saved_ones():
     assert mine.optimizer.param_groups[0]["initial_lr"] == 0.5 and mine.optimizer.param_groups[1]["maximize"] is False
 
 
-@pytest.mark.parametrize("fused, device, dtype", [(True, "meta", torch.float32), (None, "cpu", torch.float64)])
-def test_a_counter_is_beside_the_parameter_only_where_a_fused_kernel_reads_it(fused, device, dtype):
+@pytest.mark.parametrize("how, device, dtype", [
+    ({"fused": True}, "meta", torch.float32), ({"capturable": True}, "meta", torch.float32), ({}, "cpu", torch.float64)])
+def test_a_counter_is_beside_the_parameter_only_where_a_kernel_reads_it(how, device, dtype):
     owners = {"w": nn.Parameter(torch.zeros(6, device="meta"))}
-    optimizer = make_optimizer(lambda p: optim.AdamW(p, fused=fused), owners)
+    optimizer = make_optimizer(lambda p: optim.AdamW(p, **how), owners)
     state = {"w": {"step": torch.tensor(3.0, dtype=torch.float64), "exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.ones(2, 3)}}
     saved = {"state": state, "param_groups": [{"params": ["w"], "lr": 0.5}]}
     load_optimizer_state(optimizer, owners, {"w": OwnedRun("w", torch.Size([2, 3]), 0, 6)}, saved, rank=0)
@@ -226,6 +229,15 @@ def one_parameter(world: rl.World, shape: tuple[int, ...], start: int, stop: int
     optimizer = make_optimizer(optim.SGD, owners)
     optimizer.state[owners["w"]] = held
     return gather_optimizer_state(optimizer, owners, {"w": OwnedRun("w", torch.Size(shape), start, stop)}, world)["state"]["w"]
+
+
+def test_state_of_which_two_ranks_hold_the_same_is_told_on_all_ranks():
+    """As where the group has also the ranks that hold copies."""
+    def body(world):
+        with pytest.raises(ModelMismatch, match="ranks 0, 1 have optimizer state for 8 elements of w, expected all 4; .* cut over another"):
+            one_parameter(world, (4,), 0, 4, {"sum": torch.ones(4)})
+
+    rl.simulate(2, body)
 
 
 def test_values_of_any_kind_and_dtype_come_through():
