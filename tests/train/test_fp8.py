@@ -258,6 +258,14 @@ def test_weights_cast_once_a_step_give_the_same_bits_and_are_dropped_before_they
     rl.simulate(1, body)
 
 
+def test_an_evaluation_that_fails_leaves_no_cast():
+    layers = to_float8(net())
+    with pytest.raises(KeyError), layers.weights_cast(whole=True):
+        assert all(layer.held for layer in layers.layers.values())
+        raise KeyError
+    assert not any(layer.held for layer in layers.layers.values())
+
+
 def saved_by(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):

@@ -15,7 +15,8 @@ from rankloom.base.float8 import E4M3, E5M2
 from rankloom.models.config import GPTConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
-from rankloom.train.fp8 import Float8Column, Float8Row, InFloat8, Recipe, cast_weights, to_float8
+from rankloom.parallel.tensor.layers import ColumnLinear
+from rankloom.train.fp8 import Float8Column, Float8Row, InFloat8, Recipe, cast_weights, linear_layers, to_float8
 from rankloom.train.precision import PRECISIONS, Precision
 from split_model import joined
 
@@ -148,9 +149,23 @@ def test_layers_are_chosen_as_in_one_process_and_a_part_that_does_not_fit_is_an_
                 to_float8(model, elsewhere=elsewhere)
             kept = re.search(r"keep=(\(.*?\))", str(caught.value)).group(1)
             to_float8(model, Recipe(keep=ast.literal_eval(kept)))   # what it says to do can be done
+        model = GPT(config)
+        rl.tensor_parallel(model, model.tp_plan, world)
+        with pytest.raises(rl.ConfigError, match="a rank's part of the weight is 64 x 24"):   # of another stage, as it may be
+            to_float8(model, Recipe(keep=("*.mlp.*",) if world.rank == 0 else ()), elsewhere=world)
 
     assert "head" not in names
     rl.simulate(2, lambda world: body(world, 2))
+
+
+def test_a_part_that_lies_by_input_features_stays_as_the_whole_layer_would():
+    """`Conv1D` of transformers is no nn.Linear."""
+    def body(world):
+        made = lambda by_inputs: ColumnLinear(nn.Parameter(torch.zeros(16, 16)), None, world, None, transposed=by_inputs, gathers=0,
+                                              label="")
+        return [*linear_layers(nn.ModuleDict({"by_inputs": made(True), "by_outputs": made(False)}))]
+
+    assert rl.simulate(1, body) == [["by_outputs"]]
 
 
 # ---------------------------------------------------------------- in an engine
