@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,9 +60,15 @@ def test_the_same_global_batch_gives_the_same_losses_on_any_number_of_ranks(tabl
     config = table(train={"precision": "fp64", "eval_every": 2})
     reference = losses(run(config)[0][1])
     assert len(reference) == 5 + 3, "five steps, evaluations after 2, 4 and 5"
+    assert len(losses(run(table(train={"eval_every": 5}))[0][1])) == 5 + 1, "one after the last step"
     for ranks in (2, 3, 4):
         for _, events in run(config, ranks):
             assert losses(events) == pytest.approx(reference, rel=1e-12)
+
+
+def test_deterministic_runs_have_the_bits_of_all_losses_on_any_number_of_ranks(table):
+    one, two = (losses(run(table(train={"deterministic": 4}), ranks)[0][1]) for ranks in (1, 2))
+    assert one == two and len(one) == 5 + 1
 
 
 def test_accumulation_does_not_change_the_losses(table):
@@ -309,6 +316,15 @@ def test_a_signal_keeps_the_weights_and_leaves_the_rest_out(table):
     assert load_model(Path(summary.folder))
     assert summary.validation_loss is None, "that after step 2 is not that of the weights"
     assert not (Path(summary.folder) / "samples.txt").exists()
+
+
+def test_a_run_that_a_signal_on_another_rank_has_ended_writes_its_summary_only(tmp_path, monkeypatch):
+    job = SimpleNamespace(world=SimpleNamespace(rank=0), run=tmp_path)
+    summary = finish.Summary(folder=str(tmp_path), parameters=1, steps=1, steps_before=0, tokens=1, training_seconds=1.0, training_loss=1.0,
+                             validation_loss=None, trigram_loss=None, stopped_by=signal.SIGTERM)
+    monkeypatch.setattr(finish, "_compare", pytest.fail)
+    assert finish.finish_run(job, summary, StopSignal()) == summary
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_a_folder_that_was_removed_while_the_run_went_does_not_take_the_weights_along(table, tmp_path):

@@ -6,6 +6,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,9 +17,9 @@ from rankloom.base.events import Evaluated, Notice, Saved, StepDone
 from rankloom.base.mesh import Mesh
 from rankloom.checkpoint.files import MANIFEST, read_manifest, reading
 from rankloom.checkpoint.manifest import to_json
-from rankloom.train.run import facts, loop
+from rankloom.train.run import facts, loop, resume
 from rankloom.train.run.config import load_config
-from rankloom.train.run.finish import describe_end
+from rankloom.train.run.finish import Summary, describe_end
 from rankloom.train.run.folder import write_json
 from rankloom.train.run.resume import expect_steps_left, newest_checkpoint
 from rankloom.train.run.weights import load_model
@@ -135,6 +136,21 @@ def test_the_end_of_a_stopped_run_has_the_command_that_resumes_it_or_what_to_set
     assert again.checkpoint.interval == 2 and run(again)[0].steps == 6
 
 
+def test_the_end_of_a_run_that_went_on_counts_its_own_steps():
+    summary = Summary(folder="", parameters=1, steps=6, steps_before=4, tokens=200, training_seconds=2.0, training_loss=1.0,
+                      validation_loss=None, trigram_loss=None, stopped_by=0)
+    assert describe_end(summary, 6) == ["steps 5 to 6, 200 tokens in 2 s (100 tokens/s)"]
+
+
+def test_all_ranks_resume_from_what_the_first_has_found(tmp_path, monkeypatch):
+    """Another run may write a newer one while they look."""
+    found = iter([tmp_path / "1", tmp_path / "2"])
+    monkeypatch.setattr(resume, "newest_checkpoint", lambda place: next(found))
+    monkeypatch.setattr(resume, "read_manifest", lambda path: ("", SimpleNamespace(facts={"about_run": {"name": path.name}})))
+    one, other = simulate(2, lambda world: resume._find(SimpleNamespace(world=world), tmp_path))
+    assert one == other
+
+
 def test_a_full_disk_ends_a_checkpoint_with_a_storage_error_and_no_empty_folder(table, tmp_path, monkeypatch):
     """On both ranks, whichever fails: the last one to leave takes the folders with it."""
     fill_disk_of_rank_1(monkeypatch)
@@ -205,6 +221,14 @@ def test_a_checkpoint_that_another_run_resumes_from_is_removed_by_a_later_save(t
     monkeypatch.setattr(loop, "save_in_run", save)
     run(table(train={"steps": 3}, checkpoint={"interval": 1, "keep_latest": 1}))
     assert there == [["1"], ["1", "2"], ["3"]]
+
+
+def test_a_checkpoint_whose_removal_ends_half_way_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(resume.shutil, "rmtree", lambda *_, **__: None)
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / MANIFEST).touch()
+    resume._remove(tmp_path / "step-1")
+    assert not resume.whole_checkpoints(tmp_path)
 
 
 def test_a_checkpoint_that_was_moved_away_and_linked_is_kept(table, tmp_path):
@@ -451,3 +475,10 @@ def test_a_checkpoint_that_cannot_be_written_does_not_take_the_weights_with_it(t
     with pytest.raises(ConfigError, match="the disk is full"):
         run(table(run={"name": "full"}, train={"steps": 5}, checkpoint={"interval": interval}), 2)
     assert load_model(tmp_path / "runs" / "full")
+
+
+def test_where_neither_a_checkpoint_nor_the_weights_can_be_written_the_first_error_is_told(table, tmp_path, monkeypatch):
+    (tmp_path / "runs" / "full" / "tokenizer.json").mkdir(parents=True)   # a folder in the way
+    monkeypatch.setattr(loop, "save_in_run", lambda job, engine: job.world.agree("the disk is full"))
+    with pytest.raises(ConfigError, match="the disk is full"):
+        run(table(run={"name": "full"}, checkpoint={"interval": 2}), 2)

@@ -57,6 +57,35 @@ def test_what_is_never_stopped_is_never_acknowledged_and_leaves_no_thread():
     wait_until(lambda: "rankloom-stop" not in {thread.name for thread in threading.enumerate()})
 
 
+def test_an_acknowledgement_is_waited_for_at_the_end():
+    told = []
+    with StopSignal(lambda number: (time.sleep(0.05), told.append(number))):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert told == [signal.SIGTERM]
+
+
+def test_work_that_may_stay_unfinished_is_interrupted_once_and_nothing_after_it_is():
+    done = []
+
+    def work():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("never")
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("cleared up")
+
+    with StopSignal() as stop:
+        stop.run_unless_stopped(lambda: done.append("before"))
+        stop.run_unless_stopped(work)
+        stop.run_unless_stopped(lambda: done.append("after a signal"))
+    assert done == ["before", "cleared up"] and stop.number == signal.SIGTERM
+    with StopSignal() as stop:
+        stop.run_unless_stopped(lambda: None)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.number == signal.SIGTERM
+
+
 def test_another_signal_after_the_first_is_not_a_repetition():
     with StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGINT)
