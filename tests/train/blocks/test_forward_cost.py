@@ -151,6 +151,7 @@ def test_autocast_s_copies_of_weights_count_where_backward_needs_them_only():
         with Trace() as trace:
             out = linear(x.requires_grad_())
         assert trace.kept(out) == 2 * 2 * 64 * 2 + 2 * 64 * 64
+        assert torch.is_autocast_cache_enabled()
 
 
 def test_products_are_kept_but_for_the_scores_of_an_attention_written_out():

@@ -54,7 +54,7 @@ class Trace(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         given, made = storages((args, kwargs)), storages(out)
         for key, storage in made.items():
-            if key not in given and not (key in self._made and not self._made[key].expired()):
+            if key not in given and key not in self._made:   # while there is a weak reference, no other storage gets the address
                 self._made[key] = StorageWeakRef(storage)   # type: ignore[no-untyped-call]
         if is_kept(func, args):
             cost = _flops(func.overloadpacket, args, kwargs, out) // FLOPS_PER_BYTE.get(_device(out), FLOPS_PER_BYTE["cuda"])
