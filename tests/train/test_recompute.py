@@ -1,8 +1,9 @@
 """Recompute: the same bits with fewer bytes, whatever is drawn, averaged, shared or frozen inside a block."""
 
 import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rankloom.models.gpt import GPT
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.sections.wrapping import repeated_blocks
 from rankloom.train import recompute as module
-from rankloom.train.blocks.budget import NONE
+from rankloom.train.blocks.budget import CHOICES, NONE, BlockCost
 from rankloom.train.blocks.forward_cost import Trace
 from rankloom.train.blocks.wrap import blocks_of
 from rankloom.train.dropout import DropoutKey, key_dropout
@@ -194,33 +195,41 @@ class Remembering(nn.Module):
             self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
         if way == "old spectral norm":
             self.linear = nn.utils.spectral_norm(self.linear)
-        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))   # `double` would part the two names
+        self.twin = nn.Identity()
+        if way == "under two names":
+            self.twin.register_buffer("mean", self.mean)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("first", None)
 
     def forward(self, x):
         h = self.linear(x)
-        if self.way == "running mean":
+        if self.way in ("running mean", "under two names"):
             self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
         if self.way == "counter":
             self.steps += 1
-        if self.way == "written through data":
+        if self.way == "written through data" and self.training:
             self.mean.data.lerp_(h.detach().mean(0), 0.5)
         if self.way == "put in its place":
             self.mean = self.mean.detach() * 0.9 + h.detach().mean(0)
         if self.way == "set at first":
             self.first = h.detach().mean(0) if self.first is None else self.first * 2
-        return x + torch.tanh((h - self.mean) * (1 + self.mean.detach()) / (1 + self.steps) * (1 if self.first is None else self.first))
+        mean = self.twin.mean if self.way == "under two names" else self.mean
+        return x + torch.tanh((h - mean) * (1 + self.mean.detach()) / (1 + self.steps) * (1 if self.first is None else self.first))
 
 
-WAYS = ["spectral norm", "old spectral norm", "running mean", "counter", "written through data", "put in its place", "set at first"]
+WAYS = ["spectral norm", "old spectral norm", "running mean", "counter", "written through data", "put in its place", "set at first",
+        "under two names"]
 
 
-def trained_remembering(way, policy):
-    """Gradients and buffers after three forwards, of which two wait for their backward at the same time."""
+def trained_remembering(way, policy, evaluated=False):
+    """Gradients and buffers after three forwards, of which two wait for their backward at the same time. evaluated: after an evaluation"""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.ModuleList(Remembering(way) for _ in range(3))).double()
     recompute(model, policy)
+    if evaluated:
+        model[1][1](model[1].eval()[0](torch.ones(1, 6, dtype=torch.float64))).sum().backward()
+        model.train().zero_grad()
     waiting = []
     for seed in range(3):
         x = model[0](torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
@@ -240,6 +249,33 @@ def test_a_buffer_that_a_block_changes_and_reads_is_what_it_was_where_the_block_
     (grads, buffers), (wanted, reference) = trained_remembering(way, policy), trained_remembering(way, "none")
     expect_equal(grads, wanted)
     expect_equal(buffers, reference)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_buffer_that_training_alone_changes_is_what_it_was_also_where_an_evaluation_came_first(policy):
+    found, wanted = (trained_remembering("written through data", each, evaluated=True) for each in (policy, "none"))
+    expect_equal(found[0], wanted[0])
+    expect_equal(found[1], wanted[1])
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_statistics_that_were_frozen_in_the_first_forward_change_once_later(policy):
+    def run(policy):
+        torch.manual_seed(0)
+        model = nn.ModuleList(Normed() for _ in range(2))
+        recompute(model, policy)
+        for frozen in (True, False):
+            for block in model:
+                block[1].train(not frozen)
+            model[1](model[0](torch.randn(4, 6))).square().sum().backward()
+        return dict(model.named_buffers())
+
+    expect_equal(run(policy), run("none"))
 
 
 def test_a_block_used_twice_is_counted_twice(monkeypatch):
@@ -481,6 +517,15 @@ def test_an_input_that_the_block_changes_is_an_error_that_names_it(policy, call)
         call(blocks[0], torch.ones(3, 8))
 
 
+def test_the_cache_of_a_model_is_turned_off_with_the_first_block_that_is_computed_again():
+    model = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+    model.config = SimpleNamespace(use_cache=True)
+    recompute(model, "none")
+    assert model.config.use_cache
+    recompute(model, "full")
+    assert not model.config.use_cache
+
+
 @pytest.mark.parametrize("policy", ["full", "selective", "1 MiB"])
 def test_a_block_that_appends_to_a_cache_is_not_computed_again(policy):
     """It appended a second time, in backward: an error about the metadata of saved tensors."""
@@ -601,7 +646,8 @@ def test_backward_may_go_through_a_recomputed_block_twice(policy):
     def run(policy):
         model, _, _ = prepared(policy)
         loss, _ = language_model_loss(model, tokens())
-        loss.backward(retain_graph=True)
+        for again in (True, False):
+            loss.backward(retain_graph=again)
         return gradients(model)
 
     expect_equal(run(policy), run("none"))
@@ -654,6 +700,12 @@ def test_ranks_that_exchange_tokens_measure_the_same_forwards_whatever_their_row
     expected = rl.simulate(1, lambda world: body(world, "none"))[0]
     for found in rl.simulate(rl.Mesh(pipe=2, expert=2), body):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_block_waits_as_often_as_on_the_rank_where_it_does_so_most():
+    cost = BlockCost("a", dict.fromkeys(CHOICES, 1), dict.fromkeys(CHOICES, 1), 1)
+    told = [[asdict(replace(cost, calls=calls))] for calls in (1, 3, 2)]
+    assert [each.calls for each in module._over_ranks(told)] == [3]
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])

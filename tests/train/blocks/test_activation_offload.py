@@ -98,20 +98,21 @@ def test_everything_is_freed_when_the_graph_is():
 
 
 class Block(nn.Module):
-    """Saves its weight as it is, turned, and cut; a table it is given; a view of its input; and its input twice."""
+    """Saves its weight as it is, turned, and cut; a table it is given and one of its own; a view of its input; and its input twice."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(16, 20) / 4)
         self.inner = nn.Linear(16, 16)
+        self.register_buffer("table", torch.linspace(1, 2, 64 * 16).view(64, 16))
 
     def forward(self, x, *, table):
         left = x[:, :16] @ self.weight[:, :16].t()
         right = x[:, 16:] @ self.weight[:, 3:19]
-        return self.inner(left * right * table).repeat(1, 2) * x
+        return self.inner(left * right * table * self.table).repeat(1, 2) * x
 
 
-def test_parameters_their_views_and_tables_given_to_all_blocks_never_travel():
+def test_parameters_their_views_buffers_and_tables_given_to_all_blocks_never_travel():
     torch.manual_seed(0)
     blocks = nn.ModuleList(Block() for _ in range(4))
     twin, offload = copy.deepcopy(blocks), offload_activations(blocks, small=1)

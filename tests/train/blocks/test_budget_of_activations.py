@@ -77,7 +77,7 @@ def test_forwards_that_wait_at_the_same_time_are_all_counted():
     plan = fit(twice, 300)
     assert plan.peak == sum(d.kept for d in plan.decisions) + 90 <= 300
     assert sorted(d.choice for d in plan.decisions) == [FULL, SELECTIVE]
-    assert sum(d.kept for d in plan.decisions) == 2 * 10 + 2 * 60
+    assert sum(d.kept for d in plan.decisions) == 2 * 10 + 2 * 60 and plan.repeated == (100 + 20) / (100 + 100)
     with pytest.raises(rl.ConfigError, match="need 130 bytes"):
         fit(twice, 129)
 
