@@ -401,6 +401,21 @@ class Slowly(torch.optim.SGD):
             param.sub_(0.1 * state["ema/5%2F"])
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_frozen_parameters_that_tensor_ranks_hold_parts_of_are_written_whole(tmp_path, stage):
+    def values_of(world, stage, saves):
+        config = GPTConfig(vocab_size=VOCABULARY, width=16, layers=2, heads=4, kv_heads=2, ffn=24, seq_len=12)
+        model = GPT(config, seed=1 + saves)
+        model.blocks[0].requires_grad_(False)
+        engine = rl.prepare(model, loss=language_model_loss, optimizer=torch.optim.SGD, world=world, stage=stage)
+        engine.save(tmp_path) if saves else engine.load(tmp_path)
+        return engine.full_state_dict()["model"]
+
+    saved = rl.simulate(rl.Mesh(tensor=2), lambda world: values_of(world, stage, True))[0]
+    found = rl.simulate(1, lambda world: values_of(world, 0, False))[0]
+    assert all(torch.equal(found[name], value) for name, value in saved.items())
+
+
 def test_a_value_of_an_optimizer_may_have_a_slash_in_its_name(tmp_path):
     loss = lambda model, batch: (model(batch).square().sum(), batch.shape[0])
     rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))

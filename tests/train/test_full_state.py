@@ -567,3 +567,24 @@ def test_a_sharded_model_of_an_own_loop_is_not_saved_with_a_change_in_place():
             sharded.state_dict()
 
     rl.simulate(2, body, backend="rankloom")
+
+
+class Noted(nn.Linear):
+    def get_extra_state(self):
+        return self.notes
+
+    def set_extra_state(self, notes):
+        self.notes = notes
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_extra_state_in_a_whole_state_is_a_copy(stage):
+    def body(world):
+        model = Noted(4, 2)
+        model.notes = ["then"]
+        engine = rl.prepare(model, loss=lambda model, x: (model(x).sum(), len(x)), optimizer=torch.optim.SGD, world=world, stage=stage)
+        state = engine.full_state_dict()
+        engine.model.notes.append("later")
+        return state["model"]["_extra_state"]
+
+    assert rl.simulate(1, body) == [["then"]]

@@ -496,7 +496,8 @@ def test_a_dtype_without_its_keyword_is_no_name():
 # ---------------------------------------------------------------- the loss scale
 
 
-@pytest.mark.parametrize(("count", "value"), [(1, 2.0**16), (0, 2.0**16), (1000, 2.0**6), (2**20, 2.0**-4)])
+@pytest.mark.parametrize(("count", "value"), [
+    (1, 2.0**16), (0, 2.0**16), (1000, 2.0**6), (2**20, 2.0**-4), (math.inf, 2.0**16), (math.nan, 2.0**16)])
 def test_the_first_scale_is_2_to_the_16_for_a_mean(count, value):
     assert LossScale.first(count) == LossScale(value)
 
