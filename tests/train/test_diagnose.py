@@ -17,6 +17,7 @@ from rankloom.models.sequence_part import WholeSequence
 from rankloom.train.batches import with_halves
 from rankloom.train.diagnose import explain_non_finite
 from rankloom.train.first_steps import FEW_STEPS
+from rankloom.train.put_back import state_put_back
 from rankloom.train.sum_check import expect_sum
 
 
@@ -453,6 +454,17 @@ def test_what_forwards_keep_in_attributes_begins_with_the_first_step():
     (_, model), = probed(0, Remembers(), lambda model, x: (model(x).square().sum(), len(x)), p=1)
     assert (model.calls, model.queue, model.seen, model.sum.tolist(), len(model.state)) == (1, [4], {4: True}, [1.0, 1.0], 4)
     assert model.bank["sums"][0].tolist() == [1.0, 1.0] and len(model.layer._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_more_than_the_trained_parameters_is_not_copied_and_stays_as_forwards_leave_it(frozen):
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(8, 8).requires_grad_(False))
+    model.table = torch.zeros(8, 8)
+    large, trained = model[1].weight if frozen else model.table, model[0].weight
+    with torch.no_grad(), state_put_back(model):
+        large.fill_(3.0)
+        trained.fill_(3.0)
+    assert (large == 3.0).all() and not (trained == 3.0).any()
 
 
 class Grows(nn.Module):

@@ -228,3 +228,10 @@ def test_a_compiled_block_that_changes_a_buffer_trains_as_it_is_or_is_refused_by
             run(True)
     else:
         expect_equal(run(True), run(False), tolerance=1e-15)
+
+
+def test_a_module_that_compiles_itself_makes_the_model_a_compiled_one():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert not is_compiled(model)
+    model[1].compile()
+    assert is_compiled(model)

@@ -110,6 +110,8 @@ def test_every_event_is_in_the_journal_of_its_rank_and_goes_to_the_caller(table)
         assert [line["event"] for line in lines] == [type(event).__name__ for event in events]
     kinds = [type(event) for event in results[0][1]]
     assert (kinds.count(StepDone), kinds.count(Evaluated), kinds.count(Saved)) == (5, 1, 2)
+    for summary, events in results:
+        assert summary.training_seconds == pytest.approx(sum(event.seconds for event in events if isinstance(event, StepDone)))
 
 
 def test_only_rank_0_speaks(table):
@@ -276,6 +278,23 @@ def test_a_disk_that_is_full_on_one_rank_ends_all_ranks_with_its_path(table, tmp
     (events / "rank-1.jsonl").symlink_to("/dev/full")
     errors = each_error(table(run={"name": "mine"}, train={"steps": 100000}), 3)
     assert len(set(errors)) == 1 and "rank-1.jsonl: cannot be written (No space left" in errors[0]
+
+
+def test_a_journal_that_one_rank_cannot_open_is_told_on_all_before_the_text_is_read(table, tmp_path, monkeypatch):
+    (tmp_path / "runs" / "mine" / "events" / "rank-1.jsonl").mkdir(parents=True)   # a folder in the way
+    monkeypatch.setattr(loop, "open_corpus", lambda *_: pytest.fail("it was read"))
+    errors = each_error(table(run={"name": "mine"}), 2)
+    assert len(set(errors)) == 1 and "rank-1.jsonl" in errors[0]
+
+
+def test_ranks_with_other_settings_are_told_which(table):
+    configs = [table(optimizer={"lr": lr}) for lr in (0.1, 0.2)]
+
+    def body(world):
+        with pytest.raises(ConfigError, match=r"config.*optimizer\.lr"):
+            loop.train(configs[world.rank], world, lambda event: None)
+
+    simulate(2, body)
 
 
 def test_weights_that_cannot_be_written_are_an_error_on_every_rank(table, tmp_path):
