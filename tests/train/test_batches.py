@@ -20,11 +20,11 @@ from rankloom.train.batches import (
     cut_batch,
     deal_shards,
     laid_out_anew,
-    map_tensors,
     rows_if_any,
     rows_of,
     with_halves,
 )
+from rankloom.train.nested import map_tensors
 
 Pair = namedtuple("Pair", "x y")
 

@@ -37,7 +37,7 @@ from rankloom.parallel.replicas.buffers import BufferKeeper
 from rankloom.parallel.replicas.equal_start import expect_same_values
 from rankloom.parallel.replicas.known_parameters import KnownParameters
 from rankloom.shard.optimizer import AsBuilt, Optimizer, expect_no_scheduler
-from rankloom.train.batches import cut_again, cut_batch, deal_shards, laid_out_anew, map_tensors, several_batches, step_with
+from rankloom.train.batches import cut_again, cut_batch, deal_shards, laid_out_anew, several_batches, step_with
 from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import explain_non_finite, with_notes
 from rankloom.train.dropout import DropoutKey
@@ -46,6 +46,7 @@ from rankloom.train.fingerprints import Numbers, numbers_of
 from rankloom.train.first_steps import FirstSteps
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.memory_report import Held, explain_out_of_memory, held_by, peak_memory
+from rankloom.train.nested import map_tensors
 from rankloom.train.optimizer_step import Outcome, apply_gradients
 from rankloom.train.placement import Placement, ReplicatedPlacement
 from rankloom.train.precision import UNMEASURED, LossScale, Precision

@@ -20,7 +20,7 @@ from rankloom.models.sequence_part import WHOLE
 from rankloom.parallel.context.apply import own_tokens
 from rankloom.parallel.context.rows import KINDS
 from rankloom.parallel.pipeline.cut import balance, multiplied_parameters, sequential_pieces
-from rankloom.train.batches import map_tensors
+from rankloom.train.nested import map_tensors
 from token_rows import token_batches
 
 BOUND = 1e-12

@@ -37,9 +37,10 @@ from rankloom.parallel.sections.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
 from rankloom.shard.optimizer import OwnedRun
 from rankloom.shard.optimizer_state import PLAIN_VALUES, Entry
-from rankloom.train.batches import cut_batch, map_tensors
+from rankloom.train.batches import cut_batch
 from rankloom.train.engine import COUNT, Engine
 from rankloom.train.expert_books import ExpertBooks
+from rankloom.train.nested import map_tensors
 from rankloom.train.pipeline.pipe import ChosenPipe, expect_counted_on_one_rank, refuse_masks_in_several_stages
 from rankloom.train.pipeline.running_microbatch import RunningMicrobatch
 from rankloom.train.precision import UNMEASURED
