@@ -9,7 +9,6 @@ reduce-scatter ends the pair, and the norm before it all-gathers the tokens. The
 and residuals of its own tokens only: Korthikanti et al. 2022.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankloom.base.errors import ShapeMismatch
+from rankloom.base.first_argument import first_parameter, with_first
 from rankloom.base.layout import Layout
 from rankloom.parallel.tensor.moves import BY_TOKENS, BY_WIDTH, GRAD_PARTIAL, PARTIAL, WHOLE, Entrance, claim, redistribute
 from rankloom.world.group import Group
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]   # arguments by position and by name
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -150,28 +148,6 @@ def change_first_before(module: nn.Module, change: Callable[[Tensor], Tensor]) -
     """Apply `change` to the first argument of every call of `module`, by position or by name."""
     name = first_parameter(module)
     module.register_forward_pre_hook(lambda _module, args, kwargs: with_first(args, kwargs, change, name), with_kwargs=True)
-
-
-def first_parameter(module: nn.Module) -> str:
-    """The name of the first parameter of the module's forward; "" if it has none."""
-    return next(iter(inspect.signature(module.forward).parameters), "")
-
-
-def with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor], name: str) -> Call:
-    """The arguments of a call, the first of them changed. name: see `first_argument`"""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = _first_by_name(kwargs, name)
-    return args, kwargs | {name: change(kwargs[name])}
-
-
-def first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """The first argument of a call; None if there is none. name: the one meant where all are passed by name, else the first tensor"""
-    return args[0] if args else kwargs.get(_first_by_name(kwargs, name))
-
-
-def _first_by_name(kwargs: dict[str, Any], name: str) -> str:
-    return name if isinstance(kwargs.get(name), Tensor) else next((key for key, value in kwargs.items() if isinstance(value, Tensor)), "")
 
 
 def sum_over_experts(module: nn.Module, group: Group, label: str) -> None:

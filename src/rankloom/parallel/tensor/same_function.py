@@ -23,13 +23,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rankloom.base.errors import RankLost, ShapeMismatch
+from rankloom.base.first_argument import first_parameter, with_first
 from rankloom.base.layout import Layout
 from rankloom.base.names import is_inside
 from rankloom.base.rng import usual_values
 from rankloom.parallel.sections.wrapping import repeated_blocks, tensors_in
 from rankloom.parallel.tensor.compare import bits, fingerprint
 from rankloom.parallel.tensor.holding import holdings
-from rankloom.parallel.tensor.layers import first_parameter, with_first
 from rankloom.parallel.tensor.moves import WHOLE, redistribute
 from rankloom.parallel.tensor.tags import unwatched
 from rankloom.world.group import Group

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, RankloomError
+from rankloom.base.first_argument import first_argument, first_parameter, with_first
 from rankloom.base.modes import evaluating
 from rankloom.base.names import full_name, is_inside
 from rankloom.parallel.pipeline.cut import Piece
 from rankloom.parallel.sections.wrapping import has_parameters, tensors_in
-from rankloom.parallel.tensor.layers import first_argument, first_parameter, with_first
 from rankloom.train.blocks.buffers import on_copies
 from rankloom.train.pipeline.trial import ADVICE, ADVICE_FOR_PIECES, ADVICE_WITH_EXAMPLE, Followed, expect_same_between_layers, try_call
 from rankloom.train.put_back import state_put_back

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.errors import ConfigError, RankLost
+from rankloom.base.first_argument import first_argument, first_parameter
 from rankloom.base.names import is_inside
 from rankloom.parallel.sections.wrapping import tensors_in
-from rankloom.parallel.tensor.layers import first_argument, first_parameter
 
 READS_NO_VALUES = re.compile(r"_like|^new_|^(empty|zeros|ones|full)")   # names of operations that look at shape and dtype only
 OVERWRITES = {"zero_.default", "fill_.Scalar"}   # operations that leave nothing of what was in a tensor
