@@ -19,16 +19,18 @@ from rankloom.train.run.job import Job
 from rankloom.train.run.schema import Config
 
 NONE = "none"   # the command-line word that removes a section
-FREE = ("dropout", "seq_len", "moe.capacity", "moe.balance_loss", "moe.router_z_loss", "moe.bias_rate")   # they may differ
-TOLD = ("train.steps", "train.seq_len", "train.precision", "train.deterministic", "run.seed", "data.validation", "model.dropout",
-        "comm.compress", "comm.compress_after")   # with [optimizer], [schedule], the batch, and what is free of [model.moe]
+# Of the model: a resumed run may have others.
+MAY_DIFFER = ("dropout", "seq_len", "moe.capacity", "moe.balance_loss", "moe.router_z_loss", "moe.bias_rate")
+# A resumed run reports where these differ; also [optimizer], [schedule], the batch, and what of [model.moe] may differ.
+REPORTED = ("train.steps", "train.seq_len", "train.precision", "train.deterministic", "run.seed", "data.validation", "model.dropout",
+            "comm.compress", "comm.compress_after")
 
 
 def facts_of_run(job: Job) -> dict[str, Any]:
     """The facts about a run for its checkpoints: JSON, the same on all ranks."""
     tokenizer = job.corpus.tokenizer
     return {"tokenizer_sha256": None if tokenizer is None else tokenizer_hash(tokenizer), "model": model_settings(job.shape),
-            "settings": told_settings(job.config), "split": job.corpus.split}
+            "settings": training_settings(job.config), "split": job.corpus.split}
 
 
 def model_settings(shape: GPTConfig) -> dict[str, Any]:
@@ -39,22 +41,22 @@ def model_settings(shape: GPTConfig) -> dict[str, Any]:
     """
     flat = asdict(shape)
     experts = {f"moe.{key}": value for key, value in (flat.pop("moe") or {"experts": NONE}).items()}
-    return {key: value for key, value in (experts | flat).items() if key not in FREE}
+    return {key: value for key, value in (experts | flat).items() if key not in MAY_DIFFER}
 
 
-def told_settings(config: Config) -> dict[str, Any]:
+def training_settings(config: Config) -> dict[str, Any]:
     """The settings that decide how a run trains, for JSON."""
-    said = {key: list(value) if isinstance(value, tuple) else value for key, value in shared_settings(config).items()
-            if key in TOLD or key.startswith(("optimizer.", "schedule."))}
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in shared_settings(config).items()
+                if key in REPORTED or key.startswith(("optimizer.", "schedule."))}
     moe = config.model.moe.model_dump() if config.model.moe else {}
-    experts = {f"model.moe.{key}": value for key, value in moe.items() if f"moe.{key}" in FREE}
-    return said | experts | {"train.global_batch_size": config.batch().global_}
+    experts = {f"model.moe.{key}": value for key, value in moe.items() if f"moe.{key}" in MAY_DIFFER}
+    return settings | experts | {"train.global_batch_size": config.batch().global_}
 
 
 def misfit_of_run(path: Path, saved: Mapping[str, Any], job: Job) -> str | None:
     """Why a run cannot resume from the checkpoint in `path`, in words, or None. saved: the facts in the checkpoint"""
-    mine = facts_of_run(job)
-    now, before = mine["tokenizer_sha256"], saved.get("tokenizer_sha256")
+    facts = facts_of_run(job)
+    now, before = facts["tokenizer_sha256"], saved.get("tokenizer_sha256")
     file = path.parent.parent / "tokenizer.json"
     if now and before and now != before and not _is_tokenizer(file, now):   # an array of tokens may have no tokenizer
         name = job.config.data.tokenizer or "bytes"
@@ -62,17 +64,16 @@ def misfit_of_run(path: Path, saved: Mapping[str, Any], job: Job) -> str | None:
         return (f"{path}: was trained with another tokenizer (SHA-256 {before[:12]}..., this run's is {now[:12]}...), so its weights would "
                 f"take tokens for others. [data] tokenizer = {name!r}{learned}; give --data.tokenizer "
                 f"{file if file.exists() else 'with the tokenizer.json of that run'}")
-    for key, here, there in _differences(mine["model"], saved.get("model", {})):
-        flag = f"--model.moe {NONE}" if there == NONE else f"--model.{key} {_word(there)}"
-        return f"{path}: is of a model with [model] {key} = {there}, and this one has {here}; give {flag}"
-    told = mine["settings"], saved.get("settings", {})
-    here, there = (settings.get("model.moe.bias_rate") for settings in told)
-    if None not in (here, there) and bool(here) != bool(there):   # any rate above 0: routers have biases, which are tensors of the model
-        return (f"{path}: is of a model with{'' if there else 'out'} biases of routers, [model] moe.bias_rate = {there}, and this one has "
-                f"{here}; give --model.moe.bias_rate {there}")
-    here, there = (settings.get("optimizer.name") for settings in told)
-    if there and here != there:
-        return f"{path}: has the state of [optimizer] name = {there}, which is none for {here}; give --optimizer.name {there}"
+    for key, now, before in _differences(facts["model"], saved.get("model", {})):
+        flag = f"--model.moe {NONE}" if before == NONE else f"--model.{key} {_word(before)}"
+        return f"{path}: is of a model with [model] {key} = {before}, and this one has {now}; give {flag}"
+    now, before = (settings.get("model.moe.bias_rate") for settings in (facts["settings"], saved.get("settings", {})))
+    if None not in (now, before) and bool(now) != bool(before):   # any rate above 0: routers have biases, which are tensors of the model
+        return (f"{path}: is of a model with{'' if before else 'out'} biases of routers, [model] moe.bias_rate = {before}, and this one "
+                f"has {now}; give --model.moe.bias_rate {before}")
+    now, before = (settings.get("optimizer.name") for settings in (facts["settings"], saved.get("settings", {})))
+    if before and now != before:
+        return f"{path}: has the state of [optimizer] name = {before}, which is none for {now}; give --optimizer.name {before}"
     return None
 
 
@@ -86,7 +87,7 @@ def _is_tokenizer(file: Path, sha256: str) -> bool:
 
 def changes_of_run(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
     """The other settings that differ from those in `saved`: their old and new values in words, by name."""
-    found = _differences(told_settings(config), saved.get("settings", {}))
+    found = _differences(training_settings(config), saved.get("settings", {}))
     return {key: f"{_word(before)} -> {_word(now)}" for key, now, before in found}
 
 

@@ -55,9 +55,9 @@ def open_run(config: Config, world: World) -> Path:
 
     raises: ConfigError, on all ranks; StorageError when the folder cannot be made or written
     """
-    told = world.all_gather_object([restarts(), agent_mark()], label="restarts")   # torchrun counts restarts per node
-    agents = sorted({mark for _, mark in told if mark})
-    begin = partial(_begin, config, world, agents, again=any(count for count, _ in told)) if world.rank == 0 else None
+    counts, agent_marks = zip(*world.all_gather_object([restarts(), agent_mark()], label="restarts"))   # torchrun counts per node
+    agents = sorted({mark for mark in agent_marks if mark})
+    begin = partial(_begin, config, world, agents, again=any(counts)) if world.rank == 0 else None
     made = while_others_wait(world, begin, label="make the run folder")
     return Path(world.all_gather_object(made and str(made), label="run folder")[0])
 
@@ -112,14 +112,14 @@ def expect_room(job: Job) -> None:
     However it is cut, some rank holds the value and the gradient of each parameter, 4 bytes each. That more fits is not said.
     raises: ConfigError, on all ranks
     """
-    here = psutil.virtual_memory().total + psutil.swap_memory().total if job.world.local_rank == 0 else 0
+    nbytes = psutil.virtual_memory().total + psutil.swap_memory().total if job.world.local_rank == 0 else 0   # one rank counts its host
     if job.world.device.type == "cuda":   # its own: Slurm may show it no other
-        here += torch.cuda.get_device_properties(job.world.device).total_memory
-    there = sum(job.world.all_gather_object(here, label="memory of the hosts"))
+        nbytes += torch.cuda.get_device_properties(job.world.device).total_memory
+    room = sum(job.world.all_gather_object(nbytes, label="memory of the hosts"))
     count = parameter_count(job.shape)
-    if 8 * count > there:
+    if 8 * count > room:
         raise ConfigError(f"the model has {count:,} parameters: their values and gradients alone take {8 * count / 2**30:,.0f} GiB, and "
-                          f"all hosts with their GPUs have {there / 2**30:,.0f} GiB; choose a smaller model.preset, width or layers")
+                          f"all hosts with their GPUs have {room / 2**30:,.0f} GiB; choose a smaller model.preset, width or layers")
 
 
 def _experts(moe: MoEConfig, layers: int, ranks: int) -> str:

@@ -169,8 +169,9 @@ def _find(job: Job, place: Path) -> tuple[Path, Mapping[str, Any]]:
     except DataError as error:
         problem = str(error)
     job.world.agree(problem, error=DataError, label="find a checkpoint")
-    told = job.world.all_gather_object([str(path), saved], label="which checkpoint")[0]   # another run may be writing a newer one
-    return Path(told[0]), told[1]
+    # All take what rank 0 has found: another run may be writing a newer one.
+    first_path, first_saved = job.world.all_gather_object([str(path), saved], label="which checkpoint")[0]
+    return Path(first_path), first_saved
 
 
 def _say_changes(job: Job, engine: Engine, saved: Mapping[str, Any]) -> None:
