@@ -75,11 +75,18 @@ class Recipe:
             raise ConfigError(f"fp8 formats {self.forward}, {self.backward}: expected E4M3 forward, and E5M2 or E4M3 for gradients")
 
 
-class Among(NamedTuple):
+class SplitOver(NamedTuple):
     """The ranks that hold the parts of a matrix, and the dim along which it is split."""
 
     group: Group
     dim: int
+
+
+class FlowMeters(NamedTuple):
+    """The amax meters of what flows through a layer."""
+
+    input: Meter
+    gradient: Meter
 
 
 class InFloat8(nn.Module):
@@ -87,14 +94,14 @@ class InFloat8(nn.Module):
 
     cut:    the dim of its weight [out, in] that is split over tensor ranks
     held:   this step's weight in 8 bits, for products that sum over `in` and over `out`; None: cast in each pass
-    meters: amax meters of its input and its gradient, for delayed scaling
+    meters: for delayed scaling
     """
 
     cut: int | None = None
     weight: Any
     recipe: Recipe
     held: tuple[Float8, Float8] | None
-    meters: tuple[Meter, Meter] | None
+    meters: FlowMeters | None
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: [..., in] -> [..., out]; a vector is one row"""
@@ -110,24 +117,31 @@ class InFloat8(nn.Module):
         """The ranks that hold the other parts of the weight."""
         return None
 
-    def among(self, dim: int | None) -> Among | None:
-        """The `Among` of a matrix that is split along `dim`; None: not split."""
-        return None if self.peers is None or dim is None else Among(self.peers, dim)
+    def split_along(self, dim: int | None) -> SplitOver | None:
+        """Over which ranks a matrix is split along `dim`; None: it is not."""
+        return None if self.peers is None or dim is None else SplitOver(self.peers, dim)
 
     def cast_weight(self, weight: Tensor) -> tuple[Float8, Float8]:
         """The weight [out, in], scaled for products over `in` and for products over `out`."""
-        return cast_both_ways(weight, self.recipe.forward, self.recipe, self.among(self.cut))
+        return cast_both_ways(weight, self.recipe.forward, self.recipe, self.split_along(self.cut))
 
-    def cast_flow(self, x: Tensor, dtype: torch.dtype, which: int) -> tuple[Float8, Float8]:
-        """Cast the input (0) or gradient (1) [m, n], for products over n and over m; records its amax."""
-        # The input is split when the weight is cut along `in` (dim 1), the gradient when it is cut along `out` (dim 0).
-        among = self.among(1 if self.cut == 1 - which else None)
-        if self.meters is None or not self.training:   # evaluation leaves no trace in the scales
-            return cast_both_ways(x, dtype, self.recipe, among)
+    def cast_input(self, x: Tensor) -> tuple[Float8, Float8]:
+        """The input [m, in], for products over `in` and over m. It is split where the weight is cut along `in`."""
+        return self._cast_flow(x, self.recipe.forward, self.meters and self.meters.input, is_split=self.cut == 1)
+
+    def cast_gradient(self, grad: Tensor) -> tuple[Float8, Float8]:
+        """The gradient of the output [m, out], for products over `out` and over m. It is split where the weight is cut along `out`."""
+        return self._cast_flow(grad, self.recipe.backward, self.meters and self.meters.gradient, is_split=self.cut == 0)
+
+    def _cast_flow(self, x: Tensor, dtype: torch.dtype, meter: Meter | None, *, is_split: bool) -> tuple[Float8, Float8]:
+        """x: [m, n], split along n or not. With a meter, records the amax."""
+        split = self.split_along(1 if is_split else None)
+        if meter is None or not self.training:   # evaluation leaves no trace in the scales
+            return cast_both_ways(x, dtype, self.recipe, split)
         largest = magnitude(x)
-        reference = self.meters[which].read(largest)
+        reference = meter.read(largest)
         if reference is None:
-            largest = _agreed(largest, among, 1)
+            largest = _over_all_ranks(largest, split, 1)
         return cast_twice(x, dtype, scales_of(largest, dtype, reference=reference, margin=self.recipe.margin))
 
 
@@ -174,7 +188,7 @@ class Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: InFloat8) -> Tensor:
         """Saves the input in 8 bits, and the weight: in 8 bits if the layer holds that, else as it is: it may be gathered again."""
-        x_rows, x_columns = layer.cast_flow(x, layer.recipe.forward, 0)
+        x_rows, x_columns = layer.cast_input(x)
         w_rows, w_columns = layer.held or layer.cast_weight(weight)
         ctx.layer, ctx.held, ctx.dtypes = layer, layer.held is not None, (x.dtype, weight.dtype)
         ctx.save_for_backward(*x_columns, *(w_columns if ctx.held else (weight,)))
@@ -187,39 +201,40 @@ class Float8Product(torch.autograd.Function):
         layer = ctx.layer
         data, scale, *weight = ctx.saved_tensors
         w_columns = Float8(*weight) if ctx.held else layer.cast_weight(weight[0])[1]
-        g_rows, g_columns = layer.cast_flow(grad, layer.recipe.backward, 1)
+        g_rows, g_columns = layer.cast_gradient(grad)
         dx = scaled_product(g_rows, w_columns, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         dw = scaled_product(g_columns.transposed(), Float8(data, scale), ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         return dx, dw, None
 
 
-def cast_both_ways(x: Tensor, dtype: torch.dtype, recipe: Recipe, among: Among | None = None) -> tuple[Float8, Float8]:
+def cast_both_ways(x: Tensor, dtype: torch.dtype, recipe: Recipe, split: SplitOver | None = None) -> tuple[Float8, Float8]:
     """x [m, n] in 8 bits, for products that sum over n and for those that sum over m; the same values unless scaled by rows.
 
-    among: the ranks that hold the other parts of x
-    sent:  with `among`, an all-reduce of one number; scaled by rows, of one number per row or column that is split
+    split: over the ranks that hold the parts of x
+    sent:  with `split`, an all-reduce of one number; scaled by rows, of one number per row or column that is split
     """
     if recipe.scaling == "tensor":
-        return cast_twice(x, dtype, scales_of(_agreed(magnitude(x), among, 0, 1), dtype))
-    return cast(x, dtype, _agreed(magnitude(x, 1), among, 1)), cast(x, dtype, _agreed(magnitude(x, 0), among, 0))
+        return cast_twice(x, dtype, scales_of(_over_all_ranks(magnitude(x), split, 0, 1), dtype))
+    by_rows, by_columns = _over_all_ranks(magnitude(x, 1), split, 1), _over_all_ranks(magnitude(x, 0), split, 0)
+    return cast(x, dtype, by_rows), cast(x, dtype, by_columns)
 
 
 def cast_weights(layers: Sequence[InFloat8]) -> list[tuple[Float8, Float8]]:
     """What `cast_weight` gives for each of some layers with one recipe. For all scales together a few kernels, and one message."""
     if not layers or layers[0].recipe.scaling == "row":
         return [layer.cast_weight(layer.weight) for layer in layers]
-    dtype, split = layers[0].recipe.forward, next((Among(layer.peers, 0) for layer in layers if layer.peers), None)
+    dtype, split = layers[0].recipe.forward, next((SplitOver(layer.peers, 0) for layer in layers if layer.peers), None)
     largest = magnitudes([layer.weight for layer in layers])
-    scales = scales_of(_agreed(largest, split, 0), dtype)   # a weight that all of them hold whole keeps its own
+    scales = scales_of(_over_all_ranks(largest, split, 0), dtype)   # a weight that all of them hold whole keeps its own
     return [cast_twice(layer.weight, dtype, Scales(*pair)) for layer, *pair in zip(layers, *map(apart, scales))]
 
 
-def _agreed(largest: Tensor, among: Among | None, *over: int) -> Tensor:
-    """The largest magnitudes over all ranks, if they were taken over the split dim. A NaN becomes infinity, so that `max` keeps it."""
-    if among is None or among.dim not in over:
+def _over_all_ranks(largest: Tensor, split: SplitOver | None, *dims: int) -> Tensor:
+    """Magnitudes that were taken over `dims` of a part, over the whole matrix. A NaN becomes infinity, so that `max` keeps it."""
+    if split is None or split.dim not in dims:
         return largest
-    found: Tensor = among.group.all_reduce(largest.nan_to_num(nan=torch.inf, posinf=torch.inf), "max", label="amax of a whole matrix")
-    return found
+    whole: Tensor = split.group.all_reduce(largest.nan_to_num(nan=torch.inf, posinf=torch.inf), "max", label="amax of a whole matrix")
+    return whole
 
 
 class Float8Layers:
@@ -321,7 +336,7 @@ def to_float8(model: nn.Module, recipe: Recipe | None = None, elsewhere: Group |
         layer.__class__ = KINDS[type(layer)]
         assert isinstance(layer, InFloat8), "a layer was not converted"
         layer.recipe, layer.held = recipe, None
-        layer.meters = (history.meters[f"{name}.input"], history.meters[f"{name}.gradient"]) if history else None
+        layer.meters = FlowMeters(history.meters[f"{name}.input"], history.meters[f"{name}.gradient"]) if history else None
         layers[name] = layer
     return Float8Layers(layers, history)
 
@@ -367,11 +382,11 @@ def _expect_even_parts(layers: Mapping[str, nn.Module], elsewhere: Group | None)
     """Raise when a dim of a part is no multiple of 16. Keeping such layers in bf16 silently would make results depend on the mesh."""
     shapes = {name: tuple(weight.shape) for name, layer in layers.items() if isinstance(weight := layer.weight, Tensor)}
     found = [(name, _sizes(shape)) for name, shape in shapes.items() if any(n % STEP for n in shape)]
-    told = [found] if elsewhere is None else elsewhere.all_gather_object(found, label="parts of layers in fp8")   # parts may differ by rank
-    first = next((about[0] for about in told if about), None)
-    if first is not None:
-        keep = tuple(dict.fromkeys(re.sub(r"\d+", "*", name) for about in told for name, _ in about))
-        raise ConfigError(f"{first[0]}: a rank's part of the weight is {first[1]}, which does not divide by {STEP}. Use fewer tensor "
+    if elsewhere is not None:   # parts may differ by rank
+        found = [uneven for of_rank in elsewhere.all_gather_object(found, label="parts of layers in fp8") for uneven in of_rank]
+    if found:
+        (first, sizes), keep = found[0], tuple(dict.fromkeys(re.sub(r"\d+", "*", name) for name, _ in found))
+        raise ConfigError(f"{first}: a rank's part of the weight is {sizes}, which does not divide by {STEP}. Use fewer tensor "
                           f"ranks, or sizes that divide by {STEP} times their number, or let such layers stay in bf16, on any mesh: "
                           f"`dataclasses.replace(PRECISIONS['fp8'], float8=Recipe(keep={keep}))` as precision, of "
                           "rankloom.train.precision and rankloom.train.fp8")
