@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from rankloom.world.transport.operands import NUMBERS
 LARGEST = 32 << 20   # bytes of the largest piece of scratch memory that is kept for reuse
 EMPTY = np.empty(0, np.uint8)
 DTYPES = list(NUMBERS)
-Said = tuple[int, int, int, int, int]
 Memory = TypeVar("Memory", np.ndarray, torch.Tensor)   # bytes, [n]
 EACH = -1         # a lane for each rank
 LANES = {         # read by the root and by others, written by the root and by others; without a root all are alike
@@ -32,16 +31,25 @@ ROOTED = tuple(kind for kind, lanes in LANES.items() if lanes[0::2] != lanes[1::
 OWN_LENGTHS = tuple(kind for kind, lanes in LANES.items() if EACH in lanes)   # each pair of ranks may have another length
 
 
+class Descriptor(NamedTuple):
+    """What all ranks must agree on of a call."""
+
+    kind: int
+    number: int   # the number type
+    op: int
+    root: int     # in kinds that have one
+    nbytes: int   # 0: lengths may differ
+
+
 @dataclass(frozen=True, eq=False)
 class Call(Generic[Memory]):
     """A collective as one rank sees it, in the memory of the host (arrays) or of a device (tensors of bytes).
 
-    said:    kind, number type, operation, root, and the number of bytes that all must agree on (0: lengths may differ)
     inputs:  one lane for each rank, or one for all; none if this rank sends nothing
     outputs: one lane for each rank that sends something, or one; none if this rank gets nothing
     """
 
-    said: Said
+    descriptor: Descriptor
     inputs: Sequence[Memory]
     outputs: Sequence[Memory]
     timeout: float
@@ -62,27 +70,27 @@ class Call(Generic[Memory]):
         inputs = [memory(source + at, n) for at, n, _ in zip(in_at, in_len, range(in_lanes))]
         outputs = [memory(target + at, n) for at, n, _ in zip(out_at, out_len, range(out_lanes))]
         nbytes = 0 if isinstance(lengths, bytes) or kind in OWN_LENGTHS else lengths
-        return cls((kind, number, op, root, nbytes), inputs, outputs, timeout)
+        return cls(Descriptor(kind, number, op, root, nbytes), inputs, outputs, timeout)
 
     @property
     def kind(self) -> int:
         """Which collective it is."""
-        return self.said[0]
+        return self.descriptor.kind
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the values."""
-        return DTYPES[self.said[1]]
+        return DTYPES[self.descriptor.number]
 
     @property
     def op(self) -> int:
         """The operation that combines values."""
-        return self.said[2]
+        return self.descriptor.op
 
     @property
     def root(self) -> int:
         """The rank that sends or receives, in kinds that have a root."""
-        return self.said[3]
+        return self.descriptor.root
 
     def sources(self, size: int) -> Sequence[int]:
         """The ranks that send something to this one: one for each output, or all for a single output."""

@@ -34,6 +34,7 @@ from rankloom.world.transport.codes import (
     SUM,
     TIMED_OUT,
     WRONG_LENGTH,
+    status_of,
 )
 from rankloom.world.transport.memory import map_together
 from rankloom.world.transport.operands import BYTES, NUMBERS, OPS
@@ -110,9 +111,10 @@ class Channel:
             made = step()
         except (*kinds.values(),) as error:
             problem = [next(name for name, kind in kinds.items() if isinstance(error, kind)), str(error)[:400]]
-        for rank, told in zip(self.ranks, self.gather_json(problem)):
-            if told:
-                raise kinds[told[0]](f"{self.where(label)}, said rank {rank}: {told[1]}")
+        for rank, theirs in zip(self.ranks, self.gather_json(problem)):
+            if theirs:
+                kind_name, text = theirs
+                raise kinds[kind_name](f"{self.where(label)}, said rank {rank}: {text}")
         return cast(T, made)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +133,7 @@ class Channel:
 
     def gone(self) -> list[int]:
         """The ranks that have ended, or left the group."""
-        return [rank for rank, state in enumerate(self.link.status()[3]) if state in GONE]
+        return [rank for rank, state in enumerate(status_of(self.link).states) if state in GONE]
 
     def close(self) -> None:
         """Make no more calls on this rank; a rank that waits for it gets RankLost."""
@@ -146,7 +148,7 @@ class Channel:
 
     def explain(self, why: int, label: str, timeout: float | None = None, peers: Sequence[int] = ()) -> RankloomError:
         """The error for a call that failed. peers: the other ends of one or two messages, -1 for any rank"""
-        _, blamed, arrived, states = self.link.status()
+        _, blamed, arrived, states = status_of(self.link)
         if why == TIMED_OUT:
             # Another rank may have timed out first, and may have broken the group because of a message of its own.
             awaited = [self._number_of(peer) for peer in peers]
@@ -207,8 +209,8 @@ def at_its_end(owner: object, leave: Callable[[], object]) -> None:
 
 def table_of_calls(ranks: Sequence[int], calls: Sequence[Sequence[int] | None]) -> str:
     """The call of each rank, one line each. ranks: numbers in the world; calls: kind, number, op, root, bytes, or None if not made"""
-    said = ["has not come to this call" if call is None else _describe(ranks, *call) for call in calls]
-    return "\n".join(f"  rank {rank}: {what}" for rank, what in zip(ranks, said))
+    described = ["has not come to this call" if call is None else _describe(ranks, *call) for call in calls]
+    return "\n".join(f"  rank {rank}: {text}" for rank, text in zip(ranks, described))
 
 
 def _describe(ranks: Sequence[int], kind: int, number: int, op: int, root: int, nbytes: int) -> str:

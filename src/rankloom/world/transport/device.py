@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rankloom.base.errors import ShapeMismatch
 from rankloom.world.transport.channel import Channel
+from rankloom.world.transport.codes import status_of
 
 RELEASED = 1 << 62   # a mark that satisfies every queue; comparisons are signed
 NOWHERE = (0, 0)     # regions count from 1
@@ -140,7 +141,7 @@ class Flags:
         """Release queues that wait for a rank whose process has ended. Returns whether there is one, or the group is closed."""
         if self._channel.closed:
             return True
-        lost = [rank for rank, state in enumerate(self._channel.link.status()[3]) if state == "X"]
+        lost = [rank for rank, state in enumerate(status_of(self._channel.link).states) if state == "X"]
         for flag in [flag for rank in lost for flag in self._of_rank[rank].values()]:
             self._device.release(flag)
         return bool(lost)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rankloom.world.transport.call import DEALT, OWN_LENGTHS, REDUCING, Call
-from rankloom.world.transport.codes import AVG, BAND, BOR, BXOR, FINE, FORKED, MAX, MIN, MISMATCHED, PRODUCT, SUM, WRONG_LENGTH
+from rankloom.world.transport.codes import AVG, BAND, BOR, BXOR, FINE, FORKED, MAX, MIN, MISMATCHED, PRODUCT, SUM, WRONG_LENGTH, Status
 from rankloom.world.transport.fallback_messages import Exchanges, Post
 from rankloom.world.transport.fallback_peers import SLOT, Peers, memory_at
 from rankloom.world.transport.fallback_peers import segment_size as segment_size
@@ -68,7 +68,7 @@ class Windows:
     def _announce(self, call: Call, turn: int) -> None:
         """Tell the others what this rank is about to do, for the next meeting."""
         memory, rank, p = self._peers.memory, self._peers.rank, self._peers.ranks
-        memory.said[turn, rank] = *call.said, max((x.size for x in call.inputs), default=0)
+        memory.said[turn, rank] = *call.descriptor, max((x.size for x in call.inputs), default=0)
         lengths = call.lengths(p)
         memory.sends[turn, rank], memory.wants[turn, rank] = lengths[:p], lengths[p:]
 
@@ -94,7 +94,7 @@ class Windows:
         slots, reduces = self._peers.memory.slots[turn], call.kind in REDUCING
         targets = [out[window] for out in call.outputs]
         if reduces and targets:
-            targets[0][:] = combine(call.said[1], call.op, [slot[begin:begin + targets[0].size] for slot in slots])
+            targets[0][:] = combine(call.descriptor.number, call.op, [slot[begin:begin + targets[0].size] for slot in slots])
         elif not reduces:
             for source, out in zip(call.sources(len(slots)), targets):
                 out[:] = slots[source, begin:begin + out.size]
@@ -238,9 +238,10 @@ class Link(Exchanges):
         if hasattr(self, "_post"):
             self.leave()
 
-    def status(self) -> tuple[int, int, list[int], list[str]]:
-        """Why the group is broken, the rank to blame or -1, how many meetings each rank came to, the state letter of its process."""
-        return *self._peers.verdict(), self._peers.memory.arrived.tolist(), [self._peers.letter(r) for r in range(self._peers.ranks)]
+    def status(self) -> Status:
+        """See `Status`."""
+        letters = [self._peers.letter(rank) for rank in range(self._peers.ranks)]
+        return Status(*self._peers.verdict(), self._peers.memory.arrived.tolist(), letters)
 
     def calls(self) -> list[tuple[int, ...]]:
         """The call of each rank at its last meeting: kind, number, op, root, bytes."""
@@ -251,4 +252,4 @@ class Link(Exchanges):
         call, lengths = Call.read(self._peers.rank, self._peers.ranks, memory_at, arguments), arguments[6]
         if isinstance(lengths, bytes):
             return call
-        return replace(call, said=(*call.said[:4], lengths))   # so that others see the length, as in C
+        return replace(call, descriptor=call.descriptor._replace(nbytes=lengths))   # so that others see the length, as in C

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rankloom.world.transport.codes import ANYONE, LOST, NO_MEMORY, TIMED_OUT, WRONG_LENGTH, bytes_of
+from rankloom.world.transport.codes import ANYONE, LOST, NO_MEMORY, TIMED_OUT, WRONG_LENGTH, nbytes_of
 from rankloom.world.transport.fallback_peers import Peers, memory_at, naps
 
 ENVELOPE = 16   # bytes: tag and size
@@ -108,7 +108,7 @@ class Post:
             self._carrier.join()
 
     def _add(self, sending: int, address: int, size: int, peer: int, tag: int) -> Message:
-        m = Message(bool(sending), memory_at(address, bytes_of(size)), size, peer, tag)
+        m = Message(bool(sending), memory_at(address, nbytes_of(size)), size, peer, tag)
         with self._lock:
             self._messages.append(m)
         return m
@@ -205,7 +205,7 @@ class Post:
         if not waiting:
             return None
         try:
-            room = np.empty(bytes_of(size), np.uint8)
+            room = np.empty(nbytes_of(size), np.uint8)
         except MemoryError:
             self.peers.break_group(self.peers.rank, NO_MEMORY)
             return None

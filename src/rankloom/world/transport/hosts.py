@@ -18,7 +18,7 @@ from rankloom.world.transport.address import own_address
 from rankloom.world.transport.buffers import Buffers
 from rankloom.world.transport.call import Call
 from rankloom.world.transport.channel import Channel, at_its_end
-from rankloom.world.transport.codes import ABORTED, BARRIER, FINE, FORKED, LEFT, LOST, bytes_of
+from rankloom.world.transport.codes import ABORTED, BARRIER, FINE, FORKED, LEFT, LOST, Status, nbytes_of, status_of
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.fallback_messages import Exchanges
 from rankloom.world.transport.fallback_peers import memory_at
@@ -145,17 +145,13 @@ class HostsLink(Exchanges):
         """The ranks that have ended, or left."""
         return [rank for rank in range(self._size) if self._wire.why_gone(rank)]
 
-    def status(self) -> tuple[int, int, list[int], list[str]]:
-        """Why the group is broken, the rank to blame or -1, how many calls each rank has begun, and a letter for its state.
-
-        X: it has ended; L: it has left; T: it is stopped; ?: it does not answer
-        """
+    def status(self) -> Status:
+        """See `Status`. Asks the other ranks."""
         told, letters = self._wire.ask_around(), {FINE: "?", LEFT: "L", LOST: "X"}
         states = ["S" if rank in told else letters[self._wire.why_gone(rank)] for rank in range(self._size)]
-        for rank, state in zip(self._levels.my.node, self._inside.link.status()[3]):
+        for rank, state in zip(self._levels.my.node, status_of(self._inside.link).states):
             states[rank] = state if states[rank] == "?" else states[rank]
-        why, blamed = self._wire.verdict
-        return why, blamed, [told[rank][0] if rank in told else 0 for rank in range(self._size)], states
+        return Status(*self._wire.verdict, [told[rank][0] if rank in told else 0 for rank in range(self._size)], states)
 
     def calls(self) -> list[tuple[int, ...] | None]:
         """The last call of each rank: kind, number, op, root, bytes; None if it has begun fewer calls than this rank."""
@@ -163,7 +159,7 @@ class HostsLink(Exchanges):
         return [tuple(told[rank][1:]) if rank in told and told[rank][0] >= now else None for rank in range(self._size)]
 
     def _begin(self, sending: int, address: int, size: int, peer: int, tag: int) -> Message:
-        data = memory_at(address, bytes_of(size)).data
+        data = memory_at(address, nbytes_of(size)).data
         return (self._wire.send if sending else self._wire.receive)(MESSAGE, peer, tag, data, size)
 
     def _until_done(self, m: Message, seconds: float, *, breaks: bool) -> int:

@@ -37,6 +37,7 @@ from rankloom.world.transport.codes import (
     SCATTER,
     SUM,
     WRONG_LENGTH,
+    status_of,
 )
 from rankloom.world.transport.lines import Message
 from rankloom.world.transport.operands import BYTES, lengths_table
@@ -92,13 +93,13 @@ class Levels:
 
     def _begin(self, call: Call) -> np.ndarray:
         """Compare this call with those of the other ranks of this host; the first rank tells the other hosts. Returns a row for each."""
-        self._check(self._wire.begin_call(call.said))
-        lengths = call.lengths(self._wire.size) if call.kind in OWN_LENGTHS else []   # of others, `said` has the length
-        mine = np.array([*call.said, *lengths])
+        self._check(self._wire.begin_call(call.descriptor))
+        lengths = call.lengths(self._wire.size) if call.kind in OWN_LENGTHS else []   # of others, the descriptor has the length
+        mine = np.array([*call.descriptor, *lengths])
         rows = np.empty((len(self.my.node), mine.size), np.int64)
         # Rows have other lengths only if kinds differ.
         self._inside(ALL_GATHER, [mine.view(np.uint8)], list(rows.view(np.uint8)), wrong_length=MISMATCHED)
-        if differs := [other for other, row in zip(self.my.node, rows) if tuple(row[:len(call.said)]) != call.said]:
+        if differs := [other for other, row in zip(self.my.node, rows) if tuple(row[:len(call.descriptor)]) != call.descriptor]:
             self._check(self._wire.break_group(differs[0], MISMATCHED))
         if self.my.place == 0:
             self._wire.tell_of_call(self.my.firsts, rows.ravel().tolist())
@@ -195,7 +196,7 @@ class Levels:
             self._inside(ALL_TO_ALL, lanes, pieces)
             return _join(call.op, [self._widen(call, piece) for piece in pieces])
         total = self._scratch.take(mine.size)
-        self._inside(REDUCE_SCATTER, lanes, [total], number=call.said[1], op=SUM if call.op == AVG else call.op)
+        self._inside(REDUCE_SCATTER, lanes, [total], number=call.descriptor.number, op=SUM if call.op == AVG else call.op)
         return self._widen(call, total)
 
     def _total(self, call: Call, pieces: Sequence[np.ndarray], moving: Sequence[Message | None], out: np.ndarray) -> None:
@@ -340,7 +341,7 @@ class Levels:
 
     def _why_inside(self, why: int) -> int:
         """Tell the other hosts why the ranks of this host cannot go on, unless they know already."""
-        blamed = self._link.status()[1]
+        blamed = status_of(self._link).blamed
         if why == ABORTED:   # most likely by a rank of this host that has heard it from another host
             self._wire.await_verdict(GRACE)
         return self._wire.break_group(self.my.node[blamed] if 0 <= blamed < len(self.my.node) else self.my.rank, why)

@@ -16,7 +16,7 @@ from itertools import islice
 
 import numpy as np
 
-from rankloom.world.transport.codes import ANYONE, bytes_of
+from rankloom.world.transport.codes import ANYONE, nbytes_of
 
 AT_ONCE = 8                    # messages that are sent with one system call
 HEAD = struct.Struct("<qqq")   # kind, tag, size
@@ -146,8 +146,8 @@ class Mailbox:
                 self.receives.remove(m)
                 m.peer = peer
                 return m if m.size == size else None
-        self.unasked += bytes_of(size)
-        self.aside.append(Message(kind, peer, tag, np.empty(bytes_of(size), np.uint8).data, size))
+        self.unasked += nbytes_of(size)
+        self.aside.append(Message(kind, peer, tag, np.empty(nbytes_of(size), np.uint8).data, size))
         return self.aside[-1]
 
     def hand_over(self, early: Message) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rankloom.base.errors import CollectiveMismatch
 from rankloom.world.transport.channel import Channel
-from rankloom.world.transport.codes import bytes_of
+from rankloom.world.transport.codes import nbytes_of
 from rankloom.world.transport.device import Device, Ending, Flags
 from rankloom.world.transport.operands import Finish
 
@@ -84,8 +84,8 @@ class Parcels:
             ending = device.end()
             self._send_letter(np.zeros(1, np.uint8), sender, RECEIPTS - number)
         if not fits:
-            raise CollectiveMismatch(f"{self._channel.where('recv')}: rank {self._channel.ranks[sender]} sends {bytes_of(sent)} bytes, but "
-                                     f"{len(into)} are expected, or another dtype; compare sizes and dtypes on both sides")
+            raise CollectiveMismatch(f"{self._channel.where('recv')}: rank {self._channel.ranks[sender]} sends {nbytes_of(sent)} bytes, "
+                                     f"but {len(into)} are expected, or another dtype; compare sizes and dtypes on both sides")
         return ending
 
     def _empty_parcel(self, nbytes: int) -> _Parcel:

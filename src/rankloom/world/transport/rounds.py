@@ -92,14 +92,15 @@ class DeviceCall(Call[Tensor]):
 
     def in_shares(self, rank: int, ranks: int) -> tuple["DeviceCall", "DeviceCall"]:
         """An all-reduce as a reduce-scatter and an all-gather of shares."""
-        x, said = self.inputs[0], self.said[1:]
+        x = self.inputs[0]
         parts = [x[begin:end] for begin, end in shares(len(x), ranks)]
-        return (DeviceCall((REDUCE_SCATTER, *said), parts, parts[rank:rank + 1], self.timeout),
-                DeviceCall((ALL_GATHER, *said), parts[rank:rank + 1], parts, self.timeout))
+        scatter, gather = (self.descriptor._replace(kind=kind) for kind in (REDUCE_SCATTER, ALL_GATHER))
+        return (DeviceCall(scatter, parts, parts[rank:rank + 1], self.timeout),
+                DeviceCall(gather, parts[rank:rank + 1], parts, self.timeout))
 
     def row(self, home: tuple[int, int], ranks: int) -> "ctypes.Array[ctypes.c_int64]":
         """What all must agree on; the region of the input; the bytes that this rank has for each rank, and expects from each."""
-        row = [*self.said, *home, *self.lengths(ranks)]
+        row = [*self.descriptor, *home, *self.lengths(ranks)]
         return (ctypes.c_int64 * len(row))(*row)
 
 
@@ -150,9 +151,9 @@ def find_fault(table: np.ndarray, ranks: Sequence[int]) -> str | None:
 
     table: the rows of all ranks     ranks: their numbers in the world
     """
-    said, sends, wants = table[:, :HOME], table[:, LENGTHS:LENGTHS + len(ranks)], table[:, LENGTHS + len(ranks):]
-    if (said != said[0]).any():
-        return f"ranks made different calls.\n{table_of_calls(ranks, said.tolist())}"
+    descriptors, sends, wants = table[:, :HOME], table[:, LENGTHS:LENGTHS + len(ranks)], table[:, LENGTHS + len(ranks):]
+    if (descriptors != descriptors[0]).any():
+        return f"ranks made different calls.\n{table_of_calls(ranks, descriptors.tolist())}"
     for to, source in np.argwhere((wants >= 0) & (wants != sends.T))[:1]:
         return (f"rank {ranks[source]} sends {sends[source, to]} bytes to rank {ranks[to]}, which expects {wants[to, source]}; "
                 "compare sizes and dtypes on both sides")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from rankloom.world.transport.codes import ANYONE, FINE, FORKED, INTERRUPTED, LEFT, LOST, MISMATCHED, TIMED_OUT, WRONG_LENGTH
+from rankloom.world.transport.codes import ANYONE, FINE, FORKED, INTERRUPTED, LEFT, LOST, MISMATCHED, TIMED_OUT, WRONG_LENGTH, Verdict
 from rankloom.world.transport.lines import Line, Mailbox, Message, Watch
 from rankloom.world.transport.roll import Roll
 
@@ -43,7 +43,7 @@ class Wire:
     def __init__(self, rank: int, sockets: dict[int, socket.socket], on_break: Callable[[], object]):
         self.rank, self.size, self.on_break = rank, len(sockets) + 1, on_break
         self.changed = threading.Condition()   # guards everything below
-        self.verdict = (FINE, -1)              # why the group is broken, and the rank to blame
+        self.verdict = Verdict(FINE, -1)
         self.closing = False
         self._lines = {peer: Line(peer, sock) for peer, sock in sockets.items()}
         self._mailbox, self._roll, self._watch = Mailbox(), Roll(), Watch(self._lines.values())
@@ -110,20 +110,20 @@ class Wire:
 
     def why(self) -> int:
         """Why no call can succeed any more, or FINE."""
-        return self.verdict[0] or (LEFT if self.closing else FINE)
+        return self.verdict.why or (LEFT if self.closing else FINE)
 
     def break_group(self, blamed: int, why: int) -> int:
         """End every wait of every rank. Returns the reason that counts: the first."""
         with self.changed:
-            if not self.verdict[0]:
+            if not self.verdict.why:
                 self._tell_all(BROKEN, [blamed, why])
                 self._break(blamed, why)
-            return self.verdict[0]
+            return self.verdict.why
 
     def await_verdict(self, seconds: float) -> None:
         """Wait until the group is broken, but at most so many seconds."""
         with self.changed:
-            self.changed.wait_for(lambda: self.verdict[0], seconds)
+            self.changed.wait_for(lambda: self.verdict.why, seconds)
 
     @contextmanager
     def breaking_when_interrupted(self) -> Iterator[None]:
@@ -210,7 +210,7 @@ class Wire:
     def end_in_child(self) -> None:
         """Stop in a forked child: it is not a rank, and must not keep the connections of its parent open."""
         self.changed = threading.Condition()   # another thread may have held the old one
-        self.verdict, self.closing = (FORKED, self.rank), True
+        self.verdict, self.closing = Verdict(FORKED, self.rank), True
         self._close()
 
     def _close(self) -> None:
@@ -321,7 +321,7 @@ class Wire:
             self._tell(line, tag, words)
 
     def _hear(self, line: Line, tag: int, words: list[int]) -> None:
-        if tag == BROKEN and not self.verdict[0]:
+        if tag == BROKEN and not self.verdict.why:
             self._break(*words)
         elif tag == LEAVING:
             line.gone = LEFT
@@ -334,7 +334,7 @@ class Wire:
         self.changed.notify_all()
 
     def _break(self, blamed: int, why: int) -> None:
-        self.verdict = (why, blamed)
+        self.verdict = Verdict(why, blamed)
         self.changed.notify_all()
         self.on_break()
 
