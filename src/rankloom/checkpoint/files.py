@@ -119,8 +119,9 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """No save, and no run that removes old checkpoints, removes files from the folder meanwhile: they leave that to the next one. No help
-    where the file system has no locks of folders.
+    """A context in which nobody removes files from the folder: a save, or a run with old checkpoints, leaves that to the next one.
+
+    No help where the file system has no locks of folders.
     """
     with _locked(folder, fcntl.LOCK_SH):   # waits for one that is removing files
         yield
@@ -133,7 +134,7 @@ def removing(folder: Path) -> AbstractContextManager[bool]:
 
 @contextmanager
 def _locked(folder: Path, how: int) -> Iterator[bool]:
-    """The lock is one of the folder, so that readers need not write there."""
+    """A context that tries to hold a lock: False if another has it. It is a lock of the folder, so that readers need not write there."""
     try:
         lock = os.open(folder, os.O_RDONLY)
     except OSError:   # what is done next tells why
@@ -146,6 +147,7 @@ def _locked(folder: Path, how: int) -> Iterator[bool]:
 
 
 def _take(lock: int, how: int) -> bool:
+    """Lock an open file or folder. Returns whether that is so; True, too, where there are no locks."""
     try:
         fcntl.flock(lock, how)
         return os.fstat(lock).st_nlink > 0   # else a save has ended since the file was opened, and a third may have begun
@@ -280,8 +282,8 @@ class Reader(ExitStack):
                     values = self._read(piece.file, key, within(both, piece.box))
                 except (OSError, SafetensorError) as error:
                     raise DataError(f"{self.folder / self.manifest.files[piece.file].name}: {part.name} cannot be read ({error})") from None
-                if values.dtype != (told := self.manifest.tensors[part.name].dtype):
-                    raise DataError(f"{self.folder}: {part.name} is {values.dtype} in its file, and the manifest says {told}")
+                if values.dtype != (announced := self.manifest.tensors[part.name].dtype):
+                    raise DataError(f"{self.folder}: {part.name} is {values.dtype} in its file, and the manifest says {announced}")
                 part.values[within(both, part.box)].copy_(values)
 
     def _read(self, file: int, key: str, where: tuple[slice, ...]) -> Tensor:

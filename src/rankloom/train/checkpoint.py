@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 import torch
@@ -84,15 +84,16 @@ def _write(world: World, folder: Path, parts: list[Part], facts: dict[str, Any])
     everyone = gather_object(world, announce(parts), label="what ranks hold")   # as JSON, so named tuples arrive as lists
     announced = [[AnnouncedPart(*fields) for fields in rank] for rank in everyone]   # empty but on rank 0
     assign = partial(assign_writers, announced) if world.rank == 0 else None
-    shares, name = while_others_wait(world, assign, label="which rank writes what") or [], uuid.uuid4().hex[:12]
-    token, share = scatter_object(world, [(name, share) for share in shares], label="what to write")
-    own = [part for part in parts if not part.is_copy]
-    mine = [own[number] for number in share]
+    shares = while_others_wait(world, assign, label="which rank writes what") or []   # empty but on rank 0
+    new_token = uuid.uuid4().hex[:12]   # all take rank 0's
+    token, share = scatter_object(world, [(new_token, share) for share in shares], label="what to write")
+    announced_parts = [part for part in parts if not part.is_copy]
+    to_write = [announced_parts[number] for number in share]
     path = folder / file_name(token, world.rank)
     try:
-        file = while_others_wait(world, partial(write_parts, path, mine) if mine else None, label="write a checkpoint")
-        told = gather_object(world, [file and [file.name, file.nbytes, file.sha256], facts], label="files of a checkpoint")
-        make = partial(_manifest_of, announced, shares, told) if world.rank == 0 else None
+        file = while_others_wait(world, partial(write_parts, path, to_write) if to_write else None, label="write a checkpoint")
+        written = gather_object(world, [file and [file.name, file.nbytes, file.sha256], facts], label="files of a checkpoint")
+        make = partial(_manifest_of, announced, shares, written) if world.rank == 0 else None
         manifest = while_others_wait(world, make, label="make the manifest of a checkpoint")
     except BaseException:   # it may have failed on another rank
         path.unlink(missing_ok=True)
@@ -105,10 +106,10 @@ def _write(world: World, folder: Path, parts: list[Part], facts: dict[str, Any])
         raise
 
 
-def _manifest_of(announced: list[list[AnnouncedPart]], shares: list[list[int]], told: list[Any]) -> Manifest:
-    """told: by each rank, its file, if it has written one, and its facts"""
-    files = [SavedFile(*file) if file else None for file, _ in told]
-    return assemble(announced, shares, files, _facts_of_all([facts for _, facts in told]))
+def _manifest_of(announced: list[list[AnnouncedPart]], shares: list[list[int]], written: list[Any]) -> Manifest:
+    """The manifest of what ranks have written. written: of each rank its file, None where it has written none, and its facts"""
+    files = [SavedFile(*file) if file else None for file, _ in written]
+    return assemble(announced, shares, files, _facts_of_all([facts for _, facts in written]))
 
 
 def _path_of(given: Any, rank: int) -> Path:
@@ -147,6 +148,7 @@ def _make_folder(folder: Path, until: ExitStack | None) -> None:
 
 
 def _expect_keepable(state: TrainingState) -> None:
+    """Raise ConfigError for state that a checkpoint could not give back."""
     for name in computed_entries(state.placement.model):
         raise ConfigError(f"{name} is in the model's state dict, and neither a parameter nor a buffer, so it could not be given back: "
                           "keep it as a buffer, or in `get_extra_state`")
@@ -182,47 +184,53 @@ def _together(world: World, work: Callable[[], T], *, label: str, error: type[Ra
 # ---------------------------------------------------------------------- what there is to save
 
 
-def _remembered(state: TrainingState) -> Iterator[tuple[str, str, Any, OwnedRun, nn.Parameter]]:
-    """Optimizer state of the parameters that this rank has a piece of: parameter name, key, value, the piece, its owner."""
+class OptimizerValue(NamedTuple):
+    """What an optimizer has under one key for one parameter. piece: what this rank has of the parameter"""
+
+    key: str
+    value: Any
+    piece: OwnedRun
+    owner: nn.Parameter
+
+    @property
+    def saved_name(self) -> str:
+        """KEY/NAME. Only the parameter's name may have a slash in it."""
+        return f"{quote(self.key, safe='')}/{self.piece.name}"
+
+
+def _optimizer_values(state: TrainingState) -> Iterator[OptimizerValue]:
+    """The optimizer's state of the parameters that this rank has a piece of."""
     held, pieces = state.optimizer.state, state.placement.pieces()
     for name, owner in state.placement.owners.items():
         if owner in held and not pieces[name].is_empty:
             for key, value in held[owner].items():
-                yield name, key, value, pieces[name], owner
+                yield OptimizerValue(key, value, pieces[name], owner)
 
 
 def _optimizer_parts(state: TrainingState) -> Iterator[Part]:
-    """A collective."""
-    remembered = [found for found in _remembered(state) if isinstance(found[2], Tensor)]
-    seen = {key for _, key, value, _, owner in remembered if value.numel() == 1 != owner.numel()}
-    numbers = set().union(*state.world.all_gather_object(sorted(seen), label="numbers per tensor in optimizer state"))
-    for _, key, value, piece, owner in remembered:
-        yield from _parts_of(state, key, value, piece, is_sharded=_is_sharded_as_parameter(key, value, owner, numbers))
+    """The parts of the tensors among the optimizer's values. A collective."""
+    tensors = [item for item in _optimizer_values(state) if isinstance(item.value, Tensor)]
+    single = {item.key for item in tensors if item.value.numel() == 1 != item.owner.numel()}
+    single_keys = set().union(*state.world.all_gather_object(sorted(single), label="numbers per tensor in optimizer state"))
+    for item in tensors:
+        yield from _parts_of(state, item, single_keys)
 
 
-def _is_sharded_as_parameter(key: str, value: Tensor, owner: nn.Parameter, numbers: Container[str]) -> bool:
-    """Whether a value is sharded as its parameter is. The shape alone does not tell when this rank has one element of the parameter.
+def _parts_of(state: TrainingState, item: OptimizerValue, single_keys: Container[str]) -> list[Part]:
+    """The parts of one tensor: sharded as its parameter is, or whole, and equal on every rank that has it.
 
-    numbers: keys under which a parameter of several elements has a single number
+    single_keys: keys under which a parameter of several elements has a single number. Where this rank has one element of it, the shape
+                 alone does not tell which of the two it is
     """
-    return value.shape == owner.shape and not (key in numbers and value.numel() == 1)
-
-
-def _parts_of(state: TrainingState, key: str, value: Tensor, piece: OwnedRun, *, is_sharded: bool) -> list[Part]:
-    """The parts of one optimizer value. is_sharded: sharded as the parameter is; otherwise equal on every rank that has it"""
-    saved = OPTIMIZER + _value_name(key, piece.name)
-    return state.placement.parts_like(saved, piece, value) if is_sharded else [whole_part(saved, value)]
-
-
-def _value_name(key: str, name: str) -> str:
-    """Of the value that an optimizer has under a key of a parameter: KEY/NAME. Only the parameter's name may have a slash in it."""
-    return f"{quote(key, safe='')}/{name}"
+    saved, shape = OPTIMIZER + item.saved_name, item.value.shape
+    is_sharded = shape == item.owner.shape and not (item.key in single_keys and shape.numel() == 1)
+    return state.placement.parts_like(saved, item.piece, item.value) if is_sharded else [whole_part(saved, item.value)]
 
 
 def _facts(state: TrainingState) -> dict[str, Any]:
     """Everything that is not a tensor. Extra state and optimizer values, by name, may differ by rank; the rest is equal on all ranks."""
     run = state.run()
-    values = {_value_name(key, name): value for name, key, value, *_ in _remembered(state) if not isinstance(value, Tensor)}
+    values = {item.saved_name: item.value for item in _optimizer_values(state) if not isinstance(item.value, Tensor)}
     extra = {name: value for name, value in state.placement.model.state_dict(keep_vars=True).items() if is_extra(name)}
     groups = whole_state(state.optimizer, state.placement.owners, {})["param_groups"]
     plain = [{key: value.tolist() if isinstance(value, Tensor) else value for key, value in part.items()} for part in groups]
@@ -260,15 +268,15 @@ def _load(state: TrainingState, folder: Path) -> dict[str, Any]:
     expect_fit(state, saved, run)
     state.float8.drop_casts()   # of a failed step
     pieces = state.placement.pieces()
-    numbers = {key for name, held in saved["state"].items() for key, value in held.items()
-               if isinstance(value, Tensor) and value.numel() == 1 != pieces[name].shape.numel()}
+    single_keys = {key for name, held in saved["state"].items() for key, value in held.items()
+                   if isinstance(value, Tensor) and value.numel() == 1 != pieces[name].shape.numel()}
 
     def read_here() -> None:
         with torch.no_grad(), Reader(folder, manifest) as reader:
             for part in parts:
                 reader.fill(part)
             load_optimizer_state(state.optimizer, state.placement.owners, pieces, saved, rank=world.rank,
-                                 read=lambda name, key, value: _read_value(state, reader, key, value, pieces[name], numbers))
+                                 read=lambda name, key, value: _read_value(state, reader, key, value, pieces[name], single_keys))
 
     with state.placement.rewritten():
         while_others_wait(world, read_here, label="read a checkpoint")
@@ -299,9 +307,9 @@ def _manifest_of_all(world: World, folder: Path) -> Manifest:
 
 def _expect_same_model(world: World, folder: Path, parts: list[Part], extra: Iterable[str], manifest: Manifest) -> None:
     """Raise ModelMismatch, on all ranks, unless the model's tensors, over all ranks, and its extra state are those that were saved."""
-    mine: dict[str, list[int]] = {part.name.removeprefix(MODEL): list(part.shape) for part in parts} | {name: [] for name in extra}
-    told = world.all_gather_object(mine, label="tensors of the model")
-    shapes = {name: torch.Size(shape) for rank in told for name, shape in rank.items()}
+    own: dict[str, list[int]] = {part.name.removeprefix(MODEL): list(part.shape) for part in parts} | {name: [] for name in extra}
+    everyone = world.all_gather_object(own, label="tensors of the model")
+    shapes = {name: torch.Size(shape) for of_rank in everyone for name, shape in of_rank.items()}
     saved = {name: torch.empty(shape, device="meta") for name, shape in sizes_of(manifest, MODEL).items()}
     if problem := difference(shapes, saved | manifest.facts["extra"], f"{folder}, on rank {world.rank}"):
         raise ModelMismatch(problem)
@@ -318,10 +326,9 @@ def _described(manifest: Manifest) -> dict[str, Any]:
     return {"state": held, "param_groups": manifest.facts["param_groups"]}
 
 
-def _read_value(state: TrainingState, reader: Reader, key: str, value: Tensor, piece: OwnedRun, numbers: Container[str]) -> Tensor:
-    """Read an optimizer value. value: its shape on this rank, on the meta device"""
-    made = torch.zeros(value.shape, dtype=value.dtype, device="cpu")   # zeros: the padding of a vocabulary is not saved
-    is_sharded = _is_sharded_as_parameter(key, value, state.placement.owners[piece.name], numbers)
-    for part in _parts_of(state, key, made, piece, is_sharded=is_sharded):
+def _read_value(state: TrainingState, reader: Reader, key: str, like: Tensor, piece: OwnedRun, single_keys: Container[str]) -> Tensor:
+    """Read an optimizer value. like: of its shape on this rank, on the meta device"""
+    made = torch.zeros(like.shape, dtype=like.dtype, device="cpu")   # zeros: the padding of a vocabulary is not saved
+    for part in _parts_of(state, OptimizerValue(key, made, piece, state.placement.owners[piece.name]), single_keys):
         reader.fill(part)
     return made
