@@ -10,7 +10,7 @@ hook) is allowed; shapes and sizes are those of the gathered one.
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from rankloom.base.errors import UnitError
 
-WHOSE = "_rankloom_unit"   # attribute of a parameter: rank, name, unit, and a tensor of its shape without memory
-ARRIVE = "_rankloom_arrive"   # another: waits until it is gathered
-PAST = "_rankloom_past"   # another: what `.data` has given out; writes through it bypass autograd's count
+# Attributes of a parameter.
+WHOSE = "_rankloom_unit"        # the fields of its `Whose`, as a plain tuple: torch.load refuses classes that it does not know
+ARRIVE = "_rankloom_arrive"     # a function that waits until it is gathered
+GIVEN_OUT = "_rankloom_past"    # what `.data` has given out: writes through it bypass autograd's count
+
 DATA: Any = Tensor.data       # how torch reads and sets it
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})   # attributes that are tensors
 SIZES = frozenset({"shape", "ndim", "nbytes", "size", "dim", "numel", "nelement", "__len__", "stride", "is_contiguous"})
@@ -29,20 +31,29 @@ LOOKS = SHOWS | {"element_size", "storage_offset", "is_floating_point", "is_comp
                  "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"}
 
 
+class Whose(NamedTuple):
+    """Which parameter it is, and of which unit, for messages. like: of its gathered shape and dtype, without memory"""
+
+    rank: int
+    name: str
+    unit: str
+    like: Tensor
+
+
 class Away(nn.Parameter):
     """A parameter without values."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """raises: UnitError, unless only metadata is read"""
-        rank, name, unit, like = next(getattr(value, WHOSE) for value in tree_leaves((args, kwargs)) if isinstance(value, Away))
+        whose = next(Whose(*getattr(value, WHOSE)) for value in tree_leaves((args, kwargs)) if isinstance(value, Away))
         if _asked(func) in SIZES:
-            return func(like, *args[1:], **(kwargs or {}))
+            return func(whose.like, *args[1:], **(kwargs or {}))
         if not _only_looks(func):
             raise UnitError(
-                f"rank {rank}: {name} was used ({_asked(func)}) while it is released: unit {unit} is in memory only while its module "
-                "runs (the root, which has the rest of the model, from its forward to the end of its backward). Use it there, cut the "
-                "model by other `units`, or keep parameters: a stage below 3")
+                f"rank {whose.rank}: {whose.name} was used ({_asked(func)}) while it is released: unit {whose.unit} is in memory only "
+                "while its module runs (the root, which has the rest of the model, from its forward to the end of its backward). Use it "
+                "there, cut the model by other `units`, or keep parameters: a stage below 3")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -53,15 +64,15 @@ class Watched(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The values, as torch gives them. All that are given out share one version counter, apart from the parameter's own."""
-        if getattr(self, PAST) is None:
-            setattr(self, PAST, DATA.__get__(self))
-        found: Tensor = getattr(self, PAST).detach()
-        return found
+        if getattr(self, GIVEN_OUT) is None:
+            setattr(self, GIVEN_OUT, DATA.__get__(self))
+        values: Tensor = getattr(self, GIVEN_OUT).detach()
+        return values
 
     @data.setter
     def data(self, values: Tensor) -> None:
         """Point it at other memory."""
-        setattr(self, PAST, None)   # what was given out is of the old memory
+        setattr(self, GIVEN_OUT, None)   # what was given out is of the old memory
         DATA.__set__(self, values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -73,7 +84,7 @@ class Watched(nn.Parameter):
 
     def _unwatched(self) -> nn.Parameter:
         plain = nn.Parameter(self.detach(), self.requires_grad)
-        vars(plain).update({key: value for key, value in vars(self).items() if key != PAST})
+        vars(plain).update({key: value for key, value in vars(self).items() if key != GIVEN_OUT})
         return plain
 
 
@@ -113,49 +124,55 @@ class OnItsWay(nn.Parameter):
 
 
 def _only_looks(func: Any) -> bool:
+    """Whether a function, or access to an attribute, reads no values."""
     if func.__name__ == "__get__":
         return func.__self__.__name__ not in VALUES
     return func.__name__ in LOOKS or func.__name__ in ("__set__", "__delete__")
 
 
 def _asked(func: Any) -> str:
+    """The name of a function, or of the attribute that it reads."""
     return str(func.__self__.__name__ if func.__name__ == "__get__" else func.__name__)
 
 
-def mark(params: Mapping[str, nn.Parameter], dtype: torch.dtype, rank: int, unit: str) -> None:
-    """Note once which unit they belong to, for messages. dtype: of the gathered values"""
+def note_unit(params: Mapping[str, nn.Parameter], dtype: torch.dtype, rank: int, unit: str) -> None:
+    """Note once which unit they belong to. dtype: of the gathered values"""
     for name, param in params.items():
-        setattr(param, WHOSE, (rank, name, unit, torch.empty_like(param, dtype=dtype, device="meta", requires_grad=False)))
+        like = torch.empty_like(param, dtype=dtype, device="meta", requires_grad=False)
+        setattr(param, WHOSE, tuple(Whose(rank, name, unit, like)))
+
+
+# These give a parameter one of the classes; one of the user's own class keeps its class.
 
 
 def watch(param: nn.Parameter) -> None:
-    """From now on writes through `param.data` count, too (see `writes`). A parameter of the user's own class keeps its class."""
+    """From now on writes through `param.data` count, too (see `writes`)."""
     if type(param) is nn.Parameter:
-        setattr(param, PAST, None)
+        setattr(param, GIVEN_OUT, None)
         param.__class__ = Watched
 
 
 def writes(param: nn.Parameter) -> int:
     """How often it has been written in place."""
-    past: Tensor | None = vars(param).get(PAST)
-    return param._version + (0 if past is None else past._version)
+    given_out: Tensor | None = vars(param).get(GIVEN_OUT)
+    return param._version + (0 if given_out is None else given_out._version)
 
 
-def leave(param: nn.Parameter) -> None:
-    """The unit is released. A parameter of the user's own class keeps its class."""
+def set_released(param: nn.Parameter) -> None:
+    """Its unit is released: using it is an error."""
     if type(param) is nn.Parameter:
         param.__class__ = Away
 
 
-def set_out(param: nn.Parameter, arrive: Callable[[], None]) -> None:
-    """A gather has started. arrive: waits for it, and calls `come_back`"""
+def set_gathering(param: nn.Parameter, arrive: Callable[[], None]) -> None:
+    """A gather has started: reading it waits. arrive: waits for the gather, and calls `set_gathered`"""
     if type(param) in (nn.Parameter, Watched):
         setattr(param, ARRIVE, arrive)
         param.__class__ = OnItsWay
 
 
-def come_back(param: nn.Parameter) -> None:
-    """The unit is gathered."""
+def set_gathered(param: nn.Parameter) -> None:
+    """Its unit is gathered: it may be used."""
     if type(param) in (Away, OnItsWay):
-        param.__class__ = Watched if PAST in vars(param) else nn.Parameter   # type: ignore[assignment]
+        param.__class__ = Watched if GIVEN_OUT in vars(param) else nn.Parameter   # type: ignore[assignment]
         vars(param).pop(ARRIVE, None)   # it refers to the unit, which a copy or a pickle would include

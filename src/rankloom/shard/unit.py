@@ -19,6 +19,7 @@ Read layout.py first. parallel/sections/forward_backward.py says when a unit is 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from rankloom.base.cost import Bill
 from rankloom.base.errors import UnitError
 from rankloom.base.hooks import copy_user_attributes
 from rankloom.base.tensors import keep_until_read
-from rankloom.shard.away import come_back, leave, mark, set_out, watch, writes
+from rankloom.shard.away import note_unit, set_gathered, set_gathering, set_released, watch, writes
 from rankloom.shard.frames import Frames, Standing, Window
 from rankloom.shard.layout import FlatLayout, lay_out_evenly
 from rankloom.shard.offload import Host
@@ -75,6 +76,13 @@ class Counts:
     updates: int = 0
 
 
+class NearSlice(NamedTuple):
+    """What a rank keeps of a released whole, for neighbours that gather it again from each other: their group, and its larger slice."""
+
+    group: Group
+    slice: Tensor
+
+
 class Unit:
     """Parameters of one dtype, laid end to end and cut over the ranks of `group`. Making one is a collective.
 
@@ -104,19 +112,23 @@ class Unit:
         self.state = State.GATHERED
         self._pending: Callable[[], object] | None = None   # waits for the gather in flight
         self._counts = Counts()
-        self._near: tuple[Group, Tensor] | None = None   # neighbours, and the larger slice of the whole that this rank keeps for them
-        mark(self.params, formats.compute, group.world_rank, name)
+        self._near: NearSlice | None = None
+        note_unit(self.params, formats.compute, group.world_rank, name)
         if fill is not None:
             self.release()   # it has no values yet
-        size, is_inside = self.layout.total // group.size, self.stays and may_be_inside
-        self.own = self._span() if is_inside else host.empty(size, formats.master) if host else torch.zeros(
-            size, dtype=formats.master, device=group.device)
+        is_inside = self.stays and may_be_inside
+        self.own = self._span() if is_inside else self._new_slice()
         self._take_over(fill)
         # Otherwise `own` is a view of `whole`, and a write to a parameter reaches the slice.
         if self.stays and (self.common or not is_inside):
             for param in self.params.values():
                 watch(param)
         self.publish()
+
+    def _new_slice(self) -> Tensor:
+        """Zeros for this rank's slice, in memory of its own."""
+        size, dtype = self.layout.total // self.group.size, self.formats.master
+        return self.host.empty(size, dtype) if self.host else torch.zeros(size, dtype=dtype, device=self.group.device)
 
     @property
     def whole(self) -> Tensor:
@@ -177,13 +189,14 @@ class Unit:
             arrive = self.host.beside(self._send) if self.host else self._send().wait
             self._pending = waits_here_too(arrive, self.group.device)   # it is waited for once, by whichever stream reads first
             for param in self.params.values() if self.stays else ():
-                set_out(param, self.wait)
+                set_gathering(param, self.wait)
 
     def _send(self) -> Handle:
+        """Start to all-gather this rank's slice, or the larger one that it keeps for neighbours."""
         if not self.stays and self._near is None:
             self._write_slice(self._own_here(), self._span())
-        group, mine = self._near or (self.group, self._span())
-        sent: Handle = group.all_gather(mine, out=self.whole, label=f"parameters of {self.name}", async_op=True)
+        group, own = self._near or (self.group, self._span())
+        sent: Handle = group.all_gather(own, out=self.whole, label=f"parameters of {self.name}", async_op=True)
         return sent
 
     def wait(self) -> None:
@@ -195,7 +208,7 @@ class Unit:
         self._near = None
         if self.stays:
             for param in self.params.values():
-                come_back(param)
+                set_gathered(param)
         else:
             self._show()
             _move_versions(self._read_in_backward(), -1)
@@ -210,7 +223,7 @@ class Unit:
         if self.stays:
             return
         if near is not None:
-            self._near = near, self.whole.view(near.size, -1)[near.rank].clone()
+            self._near = NearSlice(near, self.whole.view(near.size, -1)[near.rank].clone())
         self._hide()
         _move_versions(self._read_in_backward(), 1)
         # A cast that autocast keeps belongs to the graph of the released values. (It does not know the meta device, of a plan on paper.)
@@ -304,7 +317,7 @@ class Unit:
         """Bytes in memory now: of this rank's slice, and of the whole beyond it; of a common whole, this rank's share."""
         whole = self.window.held // (self.group.size if self.common else 1)
         apart = self.own.untyped_storage()._cdata != self.whole.untyped_storage()._cdata   # addresses would not do on the meta device
-        near = self._near[1].nbytes if self._near else 0
+        near = self._near.slice.nbytes if self._near else 0
         return self.own.nbytes, near + (whole if apart else whole - self.own.nbytes)
 
     def _view(self, name: str) -> Tensor:
@@ -331,7 +344,7 @@ class Unit:
     def _show(self) -> None:
         """Point the parameters into `whole`."""
         for name, param in self.params.items():
-            come_back(param)
+            set_gathered(param)
             param.data = self._view(name)
 
     def _hide(self) -> None:
@@ -339,7 +352,7 @@ class Unit:
         nothing = torch.empty(0, dtype=self.formats.compute, device=self.group.device)
         for param in self.params.values():
             param.data = nothing
-            leave(param)
+            set_released(param)
 
     def _read_in_backward(self) -> Iterable[Tensor]:
         """Tensors that share their version counters with all that autograd keeps of `whole`."""

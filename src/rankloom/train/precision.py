@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from functools import partial
 from math import isfinite, log2
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from rankloom.base.errors import ConfigError, UnitError, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import copy_user_attributes
+from rankloom.base.names import is_inside
 from rankloom.base.tensors import expect_number_format, keep_until_read
 from rankloom.parallel.sections.wrapping import has_forward, read_by
 from rankloom.shard.away import watch, writes
@@ -120,15 +121,18 @@ def full_parameters(model: nn.Module, precision: Precision) -> set[int]:
 
 
 def _expect_same_format(model: nn.Module, full: Mapping[str, nn.Module], precision: Precision) -> None:
-    """Raise when a module that is not in `full` has, or says that it reads, a parameter of one that is, in another format. One around it
-    may just have it."""
+    """Raise when a module that is not in `full` has, or says that it reads, a parameter of one that is, in another format.
+
+    A module around that one may have the parameter, and not read it.
+    """
     owners = {id(param): (name, key) for name, module in full.items() for key, param in module.named_parameters(recurse=False)
               if param.is_floating_point() and (precision.compute or param.dtype) != precision.master}
     for name, module in model.named_modules():
         if name in full or isinstance(module, _BatchNorm) or not has_forward(module):
             continue
-        has, reads = ([owners[id(p)] for p in params if id(p) in owners] for params in (module.parameters(recurse=False), read_by(module)))
-        for owner, key in (*reads, *(found for found in has if name and not found[0].startswith(f"{name}."))):
+        read = [owners[id(param)] for param in read_by(module) if id(param) in owners]
+        held = [owners[id(param)] for param in module.parameters(recurse=False) if id(param) in owners]
+        for owner, key in (*read, *((owner, key) for owner, key in held if not is_inside(owner, name))):
             raise ConfigError(f"full={precision.full!r}: {owner} computes in {precision.master}, and {name or 'the model itself'}, which "
                               f"uses its {key} too, in {precision.compute or 'its own format'}; let `full` name both, or none of them")
 
@@ -185,6 +189,13 @@ def _parent(name: str) -> str | None:
     return name.rpartition(".")[0] if name else None
 
 
+class LastWrite(NamedTuple):
+    """How often a parameter has been written, and where its memory is: one of them changes when the user writes to it, or replaces it."""
+
+    writes: int
+    address: int
+
+
 class MasterWeights:
     """Casts a model to its compute dtype, and holds the master weights.
 
@@ -198,7 +209,7 @@ class MasterWeights:
             raise ConfigError(f"precision {precision.name!r} reduces in {precision.reduce}: that is for stages 1 to 3; at stage 0 "
                               "gradients are summed in the master format, or travel compressed: compress='bf16'")
         cast_activations(model, precision)
-        self._rounded: dict[str, tuple[int, int]] = {}   # parameters with a master: their marks when last written here
+        self._rounded: dict[str, LastWrite] = {}   # parameters with a master
         if precision.master is None:
             if precision.compute is not None:
                 cast_floats(model, precision.compute)
@@ -213,17 +224,17 @@ class MasterWeights:
         rounded = [name for name, owner in self.owners.items() if owner is not self.params[name]]
         for name in rounded:
             watch(self.params[name])
-        self._rounded = {name: self._mark(name) for name in rounded}
+        self._rounded = {name: self._last_write(name) for name in rounded}
 
-    def _mark(self, name: str) -> tuple[int, int]:
-        """A mark that changes when the parameter is written, or its memory replaced."""
-        return writes(self.params[name]), self.params[name].data_ptr()
+    def _last_write(self, name: str) -> LastWrite:
+        return LastWrite(writes(self.params[name]), self.params[name].data_ptr())
 
     def expect_own_values(self) -> None:
         """Raise UnitError when the model's values differ from its masters: the next step would overwrite them."""
-        for name, mark in self._rounded.items():
+        for name, own_write in self._rounded.items():
             param = self.params[name]
-            if self._mark(name) != mark and not torch.equal(param, self.owners[name].to(param)):   # a value that was restored is no change
+            # A value that was restored is no change.
+            if self._last_write(name) != own_write and not torch.equal(param, self.owners[name].to(param)):
                 raise UnitError(f"{name} was changed in the model, and what is trained is a copy in {self.owners[name].dtype}: the change "
                                 "would be lost. Load values with `engine.load_full_state_dict`; a bound on a parameter goes into the "
                                 "forward (`scale.clamp(max=...)`)")
@@ -233,7 +244,7 @@ class MasterWeights:
         """After the optimizer's step: round the masters into the model."""
         if self._rounded:
             torch._foreach_copy_([self.params[name] for name in self._rounded], [self.owners[name] for name in self._rounded])
-            self._rounded = {name: self._mark(name) for name in self._rounded}
+            self._rounded = {name: self._last_write(name) for name in self._rounded}
 
     def full_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of `state` (a model's state dict) in CPU memory, with master values in place of rounded ones."""
