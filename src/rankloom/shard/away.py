@@ -142,7 +142,13 @@ def note_unit(params: Mapping[str, nn.Parameter], dtype: torch.dtype, rank: int,
         setattr(param, WHOSE, tuple(Whose(rank, name, unit, like)))
 
 
-# These give a parameter one of the classes; one of the user's own class keeps its class.
+def writes(param: nn.Parameter) -> int:
+    """How often it has been written in place."""
+    given_out: Tensor | None = vars(param).get(GIVEN_OUT)
+    return param._version + (0 if given_out is None else given_out._version)
+
+
+# These give a parameter one of the three classes; one of the user's own class keeps its class.
 
 
 def watch(param: nn.Parameter) -> None:
@@ -150,12 +156,6 @@ def watch(param: nn.Parameter) -> None:
     if type(param) is nn.Parameter:
         setattr(param, GIVEN_OUT, None)
         param.__class__ = Watched
-
-
-def writes(param: nn.Parameter) -> int:
-    """How often it has been written in place."""
-    given_out: Tensor | None = vars(param).get(GIVEN_OUT)
-    return param._version + (0 if given_out is None else given_out._version)
 
 
 def set_released(param: nn.Parameter) -> None:

@@ -163,7 +163,7 @@ class Gradient:
         if self._agreed:   # since then some may have been set to None, which a rank with a piece of one can see
             self.used = {name for name in self.used if self.unit.owners[name].grad is not None}
             self._agreed = False
-        self._stand_in()
+        self._complete()
         assert self.whole is not None, "a unit without parameters"
         if self._scales_first:
             self.whole.mul_(self.scale)
@@ -237,7 +237,7 @@ class Gradient:
     @torch.no_grad()
     def take_local(self) -> Tensor:
         """A copy of this rank's whole gradient, with zeros for what has not landed. Afterwards nothing has."""
-        self._stand_in()
+        self._complete()
         assert self.whole is not None, f"{self._label}: not kept"
         return self.whole.clone()
 
@@ -279,8 +279,8 @@ class Gradient:
                 self._buffer.tensor[start:end].zero_()
         return self._buffer.tensor
 
-    def _stand_in(self) -> None:
-        """Fill in zeros for what has not landed, and begin anew."""
+    def _complete(self) -> None:
+        """Fill in zeros for what has not landed. Afterwards nothing has: the next backward lands anew."""
         for name in self.unit.params.keys() - self.landed:
             self._view(name).zero_()
         self.used |= self.landed

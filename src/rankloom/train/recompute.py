@@ -155,7 +155,7 @@ class Recompute:
         for name, replay, cost in self._waiting:
             if replay() is not None:
                 seen.setdefault(name, []).append(cost)
-        costs = [replace(_dearest(name, found), calls=len(found)) for name, found in seen.items()]
+        costs = [replace(_highest_cost(name, found), calls=len(found)) for name, found in seen.items()]
         if self._group:
             costs = _over_ranks(self._group.all_gather_object([asdict(cost) for cost in costs], label="costs of blocks"))
         self.plan = fit(costs, self.budget)
@@ -320,7 +320,7 @@ class Replay:
     def __init__(self, block: nn.Module, before: Callable[[], None] = lambda: None):
         self._before, self.draws = before, Draws(block)
         keys = {id(m.key): m.key for m in block.modules() if isinstance(m, Keyed)}.values()
-        self._then = [(key, {"step": key.step, "rows": key.rows, "here": key.here}, dict(key.calls)) for key in keys]
+        self._key_states = [(key, {"step": key.step, "rows": key.rows, "here": key.here}, dict(key.calls)) for key in keys]
         self._block, self.buffers = block, Values()
         self._reuse: Reuse | None = None
         self._learn: Callable[[int], None] = lambda used: None
@@ -332,8 +332,8 @@ class Replay:
 
     def __enter__(self) -> None:
         self._before()
-        for key, then, calls in self._then:
-            self._undo.enter_context(temporarily(key, **then, calls=dict(calls), is_replayed=True))
+        for key, state, calls in self._key_states:
+            self._undo.enter_context(temporarily(key, **state, calls=dict(calls), is_replayed=True))
         self.draws.set_back(self._undo)
         self._undo.enter_context(on_copies(self._block, self.buffers))
         if self._reuse:
@@ -359,7 +359,7 @@ def _expect_to_be_measured(block: str) -> None:
 
 def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     """Run the block once with each choice, on copies of its state. A choice that is left out is given a cost that is never the best."""
-    kept, work, dear, buffers = {}, 0, 0, Before(forward.block).values
+    kept, work, product_work, buffers = {}, 0, 0, Before(forward.block).values
     devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
     with uncounted(forward.block), arguments_unchanged(forward.block, tree_leaves((args, kwargs))):
         for choice in forward.choices(args, kwargs):
@@ -370,12 +370,12 @@ def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
             kept[choice] = trace.kept(out)
             del out
             if choice == NONE:
-                work, dear = trace.work, trace.product_work
-    cheap = work - dear if SELECTIVE in kept else work + 1
-    return BlockCost("", {SELECTIVE: kept[NONE], **kept}, {NONE: 0, SELECTIVE: cheap, FULL: work}, work)
+                work, product_work = trace.work, trace.product_work
+    repeated = {NONE: 0, SELECTIVE: work - product_work if SELECTIVE in kept else work + 1, FULL: work}
+    return BlockCost("", {SELECTIVE: kept[NONE], **kept}, repeated, work)
 
 
-def _dearest(name: str, costs: list[BlockCost]) -> BlockCost:
+def _highest_cost(name: str, costs: list[BlockCost]) -> BlockCost:
     """The highest cost of several forwards of one block."""
     most = {choice: max(cost.kept[choice] for cost in costs) for choice in CHOICES}
     return replace(max(costs, key=lambda cost: cost.work), name=name, kept=most)
@@ -385,4 +385,4 @@ def _over_ranks(everyone: list[list[dict[str, Any]]]) -> list[BlockCost]:
     seen: dict[str, list[BlockCost]] = {}
     for cost in (BlockCost(**fields) for costs in everyone for fields in costs):
         seen.setdefault(cost.name, []).append(cost)
-    return [replace(_dearest(name, costs), calls=max(cost.calls for cost in costs)) for name, costs in seen.items()]
+    return [replace(_highest_cost(name, costs), calls=max(cost.calls for cost in costs)) for name, costs in seen.items()]

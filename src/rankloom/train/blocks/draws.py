@@ -27,42 +27,52 @@ class Source(NamedTuple):
     set: Callable[[Any], object]
 
 
+class Attribute(NamedTuple):
+    """An attribute of a module, and a value of it; ABSENT: the module does not have it."""
+
+    module: nn.Module
+    name: str
+    value: Any
+
+    @classmethod
+    def now(cls, module: nn.Module, name: str) -> "Attribute":
+        """With the value that it has now."""
+        return cls(module, name, vars(module).get(name, ABSENT))
+
+    def put(self) -> None:
+        """Give the module the value again, or take away what it has in its place."""
+        if self.value is not ABSENT:
+            setattr(self.module, self.name, self.value)
+        elif self.name in vars(self.module):
+            delattr(self.module, self.name)
+
+
 class Draws:
     """The states that the generators of a block have now. Many are made when they are first needed: `note_made` looks for those."""
 
     def __init__(self, block: nn.Module):
         self._block = block
         self._before = {module: dict(vars(module)) for module in block.modules()}
-        self._then = [(module, name, held, source.read()) for module, name, held, source in _sources(block)]
-        self._made: list[tuple[nn.Module, str, Any]] = []   # and what was there before
+        self._states = [(attribute, source, source.read()) for attribute, source in _sources(block)]
+        self._made: list[Attribute] = []   # as they were before
 
     def note_made(self) -> None:
         """After the forward: note which generators it has made. Call it once."""
-        places = {(module, name) for module, name, *_ in self._then}
-        self._made = [(module, name, self._before.get(module, {}).get(name, ABSENT)) for module, name, *_ in _sources(self._block)
-                      if (module, name) not in places]
+        known = {(attribute.module, attribute.name) for attribute, *_ in self._states}
+        self._made = [Attribute(module, name, self._before.get(module, {}).get(name, ABSENT))
+                      for (module, name, _), _ in _sources(self._block) if (module, name) not in known]
         self._before.clear()   # it may hold memory
 
     def set_back(self, undo: ExitStack) -> None:
         """Set the generators back, and take away what was made since; `undo` restores what is there now."""
-        for module, name, held, state in self._then:
-            source = _source(held)
-            assert source is not None, "it was one then"
+        for attribute, source, state in self._states:
             undo.callback(source.set, source.read())
             source.set(state)
-            undo.callback(_put, module, name, vars(module).get(name, ABSENT))
-            _put(module, name, held)   # it may have been replaced
-        for module, name, before in self._made:
-            undo.callback(_put, module, name, vars(module).get(name, ABSENT))
-            _put(module, name, before)
-
-
-def _put(module: nn.Module, name: str, value: Any) -> None:
-    """Give an attribute its value, or take it away."""
-    if value is not ABSENT:
-        setattr(module, name, value)
-    elif name in vars(module):
-        delattr(module, name)
+            undo.callback(Attribute.now(attribute.module, attribute.name).put)
+            attribute.put()   # it may have been replaced
+        for attribute in self._made:
+            undo.callback(Attribute.now(attribute.module, attribute.name).put)
+            attribute.put()
 
 
 @contextmanager
@@ -76,12 +86,12 @@ def generators_put_back(block: nn.Module) -> Iterator[None]:
         draws.set_back(ExitStack())
 
 
-def _sources(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Source]]:
-    """The generators of torch, Python and numpy that the block's modules have as attributes (not in lists): module, name, value."""
+def _sources(block: nn.Module) -> Iterator[tuple[Attribute, Source]]:
+    """The generators of torch, Python and numpy that the block's modules have as attributes (not in lists)."""
     for module in block.modules():
         for name, value in vars(module).items():
             if name not in OF_EVERY_MODULE and (source := _source(value)):
-                yield module, name, value, source
+                yield Attribute(module, name, value), source
 
 
 def _source(value: Any) -> Source | None:
@@ -104,5 +114,5 @@ def _source_of_kind(kind: type) -> Callable[[Any], Source] | None:
 
 
 def _pickled(read: Callable[[], Any], put: Callable[[Any], object]) -> Source:
-    """For states that are no copies."""
+    """A source whose `read` gives the generator's own state, not a copy."""
     return Source(lambda: pickle.dumps(read()), lambda state: put(pickle.loads(state)))

@@ -22,6 +22,13 @@ class Verdict(NamedTuple):
     blamed: int
 
 
+class Gone(NamedTuple):
+    """A rank that makes no more calls, and why: it has LEFT, or is LOST."""
+
+    rank: int
+    why: int
+
+
 class Status(NamedTuple):
     """What a link knows of its group, as a `Verdict` and of each rank.
 

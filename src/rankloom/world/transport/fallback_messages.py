@@ -125,11 +125,12 @@ class Post:
             return m.done
 
         def needed() -> list[int]:
-            gone = [self.peers.find_gone([r]) for r in range(self.peers.ranks) if r != self.peers.rank]
-            dead = [who[0] for who in gone if who and who[1] == LOST]   # the sender may be waiting for one of them
+            others = [rank for rank in range(self.peers.ranks) if rank != self.peers.rank]
+            gone = [found for rank in others if (found := self.peers.find_gone([rank]))]
+            dead = [other.rank for other in gone if other.why == LOST]   # the sender may be waiting for one of them
             if m.peer != ANYONE:
                 return [m.peer, *dead]
-            return dead or ([who[0] for who in gone if who] if all(gone) else [])   # a rank that has left was not going to send it
+            return dead or (others if len(gone) == len(others) else [])   # a rank that has left was not going to send it
 
         why = self.peers.wait_until(done, needed, time.monotonic() + seconds, breaks=breaks)
         return -why if why else m.peer

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from rankloom.base.errors import ConfigError
-from rankloom.world.transport.codes import FINE, INTERRUPTED, LEFT, LOST, TIMED_OUT, Verdict
+from rankloom.world.transport.codes import FINE, INTERRUPTED, LEFT, LOST, TIMED_OUT, Gone, Verdict
 
 SLOT = 1 << 20        # bytes of one staging slot
 RINGS = 1 << 20       # bytes of all rings of one sender
@@ -138,19 +138,19 @@ class Peers:
             if now > min(checkup, deadline):
                 gone, checkup = self.find_gone(needed()), now + CHECKUP
                 if gone and not done():   # what a rank did before it was gone counts
-                    return self.break_group(*gone)
+                    return self.break_group(gone.rank, gone.why)
             if now > deadline:
                 return self.break_group((needed() or [self.rank])[0], TIMED_OUT) if breaks else TIMED_OUT
             time.sleep(nap)
         raise AssertionError("naps never end")
 
-    def find_gone(self, ranks: Sequence[int]) -> tuple[int, int] | None:
-        """The first of them that makes no more calls, and why (LEFT or LOST); None if there is none."""
+    def find_gone(self, ranks: Sequence[int]) -> Gone | None:
+        """The first of them that is gone; None if there is none."""
         for rank in ranks:
             if self.memory.left[rank]:
-                return rank, LEFT
+                return Gone(rank, LEFT)
             if self.state(rank) == "X":
-                return rank, LOST
+                return Gone(rank, LOST)
         return None
 
     def state(self, rank: int) -> str:

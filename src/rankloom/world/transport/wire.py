@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from rankloom.world.transport.codes import ANYONE, FINE, FORKED, INTERRUPTED, LEFT, LOST, MISMATCHED, TIMED_OUT, WRONG_LENGTH, Verdict
+from rankloom.world.transport.codes import ANYONE, FINE, FORKED, INTERRUPTED, LEFT, LOST, MISMATCHED, TIMED_OUT, WRONG_LENGTH, Gone, Verdict
 from rankloom.world.transport.lines import Line, Mailbox, Message, Watch
 from rankloom.world.transport.roll import Roll
 
@@ -89,7 +89,7 @@ class Wire:
         if why := self.why():
             return why
         if gone := self._find_gone(peers):
-            return self.break_group(*gone)
+            return self.break_group(gone.rank, gone.why)
         seconds = deadline - time.monotonic()
         if seconds <= 0:
             return self.break_group(peers[0], TIMED_OUT) if breaks else TIMED_OUT
@@ -338,15 +338,14 @@ class Wire:
         self.changed.notify_all()
         self.on_break()
 
-    def _find_gone(self, peers: Sequence[int]) -> tuple[int, int] | None:
-        """One of these peers that is gone, with the reason, or any rank that has died: they may wait for it. ANYONE is gone when all have.
-        """
+    def _find_gone(self, peers: Sequence[int]) -> Gone | None:
+        """One of these peers that is gone, or any rank that has died: they may wait for it. ANYONE is gone when all have."""
         dead = [line for line in self._lines.values() if line.gone == LOST]
         for peer in peers:
             lines = list(self._lines.values()) if peer == ANYONE else [self._lines[peer]] if peer != self.rank else []
             if lines and all(line.gone for line in lines):
-                return lines[-1].peer, lines[-1].gone
-        return (dead[-1].peer, LOST) if dead else None
+                return Gone(lines[-1].peer, lines[-1].gone)
+        return Gone(dead[-1].peer, LOST) if dead else None
 
 
 def _news(peer: int, tag: int, words: Sequence[int]) -> Message:
