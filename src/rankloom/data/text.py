@@ -150,11 +150,11 @@ def _files_in(root: Path) -> Iterator[Path]:
 
 
 def _not_empty(every: Iterator[Document], path: Path) -> Iterator[Document]:
-    some = False
+    is_empty = True
     for document in every:
-        some = True
+        is_empty = False
         yield document
-    if not some:
+    if is_empty:
         raise DataError(f"{path}: there is no text in it; give data.source a file or folder with text")
 
 

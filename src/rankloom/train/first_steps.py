@@ -96,29 +96,31 @@ def compare_rows(sharing: Group, dealt: Group, batch: Any) -> None:
     if sharing.size == dealt.size == 1:
         return
     tensors = [t if t.layout in (torch.strided, torch.jagged) else t.to_dense() for t in all_of(Tensor, batch)]
-    mine = [[list(tensor.shape), digest(tensor)] for tensor in tensors]
+    described = [[list(tensor.shape), digest(tensor)] for tensor in tensors]
     if sharing.size > 1:
-        _expect_same_rows(sharing, mine)
+        _expect_same_rows(sharing, described)
     if dealt.size > 1:   # constant tensors, such as a mask of ones, may well be equal
-        varied = any(x.numel() > 1 and digest(x[(0,) * x.dim()].expand(x.shape)) != seen for x, (_, seen) in zip(tensors, mine))
-        _warn_of_equal_rows(dealt, mine if varied else None)
+        varied = any(x.numel() > 1 and digest(x[(0,) * x.dim()].expand(x.shape)) != seen for x, (_, seen) in zip(tensors, described))
+        _warn_of_equal_rows(dealt, described if varied else None)
 
 
-def _expect_same_rows(group: Group, mine: list[list[Any]]) -> None:
-    first, *others = group.all_gather_object(mine, label="the same rows")
+def _expect_same_rows(group: Group, described: list[list[Any]]) -> None:
+    """described: this rank's tensors, [shape, digest] of each"""
+    first, *others = group.all_gather_object(described, label="the same rows")
     for rank, theirs in zip(group.ranks[1:], others, strict=True):
         if theirs != first:
-            at = next((at for at, (one, other) in enumerate(zip(first, theirs)) if one != other), min(len(first), len(theirs)))
-            shown = [f"of shape {found[at][0]}" if at < len(found) else "missing" for found in (theirs, first)]
-            raise BatchError(f"rank {rank} brought other rows to the first step than rank {group.ranks[0]}: tensor {at} of its batch is "
-                             f"{shown[0]}, there {shown[1]}, with other values. Along the axes pipe, context and tensor ranks hold one "
+            number = next((n for n, (one, other) in enumerate(zip(first, theirs)) if one != other), min(len(first), len(theirs)))
+            shown = [f"of shape {tensors[number][0]}" if number < len(tensors) else "missing" for tensors in (theirs, first)]
+            raise BatchError(f"rank {rank} brought other rows to the first step than rank {group.ranks[0]}: tensor {number} of its batch "
+                             f"is {shown[0]}, there {shown[1]}, with other values. Along the axes pipe, context and tensor ranks hold one "
                              "model between them, and bring the same rows: deal these by `engine.group.rank` of `engine.group.size`, not "
                              "by the rank in the world")
 
 
-def _warn_of_equal_rows(group: Group, mine: list[list[Any]] | None) -> None:
+def _warn_of_equal_rows(group: Group, described: list[list[Any]] | None) -> None:
+    """described: as in `_expect_same_rows`; None: not compared"""
     holders: dict[str, list[int]] = {}
-    for rank, theirs in zip(group.ranks, group.all_gather_object(mine, label="rows of one's own"), strict=True):
+    for rank, theirs in zip(group.ranks, group.all_gather_object(described, label="rows of one's own"), strict=True):
         holders.setdefault(str(theirs), []).append(rank)
     alike = max((ranks for theirs, ranks in holders.items() if theirs != "None"), key=len, default=[])
     if group.rank == 0 and len(alike) > 1:
@@ -172,9 +174,10 @@ def warn_of_equal_draws(group: Group, drew_from: str | None) -> None:
 
     drew_from: the state of torch's generator before this rank drew; None if it drew nothing
     """
-    mine = drew_from and [f"{PROCESS} {os.getpid()}", drew_from]
-    at = {tuple(each) for each in group.all_gather_object(mine, label="random numbers") if each}
-    if group.rank == 0 and max(Counter(state for _, state in at).values(), default=0) > 1:
+    own = drew_from and [f"{PROCESS} {os.getpid()}", drew_from]
+    drawn = {(process, state) for process, state in filter(None, group.all_gather_object(own, label="random numbers"))}
+    processes_of_state = Counter(state for _, state in drawn)   # ranks that are threads of one process share a generator
+    if group.rank == 0 and max(processes_of_state.values(), default=0) > 1:
         warnings.warn("the loss or the model draws from torch's own generator (noise, time steps, dropout that is no nn.Dropout), which "
                       "has the same seed on several ranks: they draw the same for different rows. Call `torch.manual_seed(seed + "
                       "engine.group.rank)` after `rl.prepare`", stacklevel=4)   # of `engine.step`

@@ -223,24 +223,24 @@ def _expect_all_in(runs: Sequence["_PieceRange"], model: nn.Module) -> None:
         raise ConfigError(f"{left[0]} of {type(model).__name__} stands in no module that a stage could have; {ADVICE}")
 
 
-def _expect_same(mine: Any, theirs: Any, model: nn.Module) -> None:
+def _expect_same(of_pieces: Any, of_model: Any, model: nn.Module) -> None:
     """Raise ConfigError if the two outputs differ. The same kernels got the same numbers, so half of the digits must be equal."""
-    pairs = list(zip(tensors_in(mine), tensors_in(theirs)))
-    if not (type(mine) is type(theirs) and len(pairs) == len(list(tensors_in(theirs))) == len(list(tensors_in(mine))) and
-            all(_close(ours, truth) for ours, truth in pairs)):
-        of_a_stand_in = any(not truth.is_meta and ours.isnan().any() and not truth.isnan().any() for ours, truth in pairs)
+    tensors, expected = list(tensors_in(of_pieces)), list(tensors_in(of_model))
+    pairs = list(zip(tensors, expected))
+    if not (type(of_pieces) is type(of_model) and len(tensors) == len(expected) and all(_close(x, truth) for x, truth in pairs)):
+        of_a_stand_in = any(not truth.is_meta and x.isnan().any() and not truth.isnan().any() for x, truth in pairs)
         reason = ("it reads parameters of a module that is on another stage. If they are used in two places, give them to two modules "
                   "(`head.weight = table.weight`), or" if of_a_stand_in else
                   "only one tensor may pass from layer to layer, and the model may not return those between its layers;")
         raise ConfigError(f"{type(model).__name__} gives another output when it is cut into its layers: {reason} {ADVICE}")
 
 
-def _close(mine: Tensor, truth: Tensor) -> bool:
+def _close(x: Tensor, truth: Tensor) -> bool:
     """Whether half of the digits are equal; NaN (of parameters without values) equals NaN."""
-    if mine.shape != truth.shape or truth.is_meta:
-        return mine.shape == truth.shape
+    if x.shape != truth.shape or truth.is_meta:
+        return x.shape == truth.shape
     bound = torch.finfo(truth.dtype).eps ** 0.5 * float(truth.abs().max().nan_to_num()) if truth.is_floating_point() else 0.0
-    return torch.allclose(mine, truth, rtol=0.0, atol=bound, equal_nan=True)
+    return torch.allclose(x, truth, rtol=0.0, atol=bound, equal_nan=True)
 
 
 # ------------------------------------------------------------------ a call of the model in which some pieces compute
@@ -270,8 +270,8 @@ class _StandIn(nn.Module):
         return self._run(*args, **kwargs)
 
 
-class _Left(BaseException):
-    """Ends a call of the model, where no `except Exception` of its own stops it."""
+class _EndOfCall(BaseException):
+    """Ends a call of the model behind the last piece. The model's own `except Exception` does not stop it."""
 
 
 class _PieceRange:
@@ -295,13 +295,13 @@ class _PieceRange:
         self.with_grad = False
         last = len(roles.layers) - 1
         self.entry, self.exit = (roles.layers[min(max(piece - 1, 0), last)] for piece in (pieces[0], pieces[-1]))
-        others = dict.fromkeys(roles.front, self._zeros) | dict.fromkeys(roles.layers, self._pass_through)
-        others |= dict.fromkeys(roles.back, self._stream)
-        runs = {name: partial(run, name) for name, run in others.items() if name not in self.modules}
-        runs |= {name: partial(self._border_layer, name) for name in (self.entry, self.exit)}
-        instead = {name: _StandIn(run, model.get_submodule(name)) for name, run in runs.items()}
-        self.shells: list[nn.Module] = []
-        self._shell(model, "", self.modules | instead)
+        of_others = dict.fromkeys(roles.front, self._zeros) | dict.fromkeys(roles.layers, self._pass_through)
+        of_others |= dict.fromkeys(roles.back, self._stream)
+        functions = {name: partial(function, name) for name, function in of_others.items() if name not in self.modules}
+        functions |= {name: partial(self._border_layer, name) for name in (self.entry, self.exit)}
+        stand_ins = {name: _StandIn(function, model.get_submodule(name)) for name, function in functions.items()}
+        self.shells: list[nn.Module] = []   # that of the model first
+        self._shell(model, "", self.modules | stand_ins)
 
     def then(self, other: Any) -> "_PieceRange | None":
         """These pieces and `other`, in one call; None unless they follow in the same model."""
@@ -319,7 +319,7 @@ class _PieceRange:
         for shell in self.shells:   # some models read `training` of themselves, not of their modules
             shell.training = any(module.training for module in self.modules.values())
         try:
-            with suppress(_Left):
+            with suppress(_EndOfCall):
                 result = self.shells[0].forward(*values, **self.options)
             if self.arriving is not None or (self.leaving is None and not self._ends):
                 raise ConfigError(f"{type(self.shells[0]).__name__} has not called {self.exit if self.arriving is None else self.entry}, a "
@@ -342,6 +342,7 @@ class _PieceRange:
         return self.pieces[-1] > len(self.roles.layers)
 
     def _called_with(self, hidden: Tensor) -> tuple[Any, ...]:
+        """The arguments for a call of the model: its own inputs, or zeros for tokens."""
         asked = self.inputs() if self.inputs else hidden.new_zeros(hidden.shape[:2], dtype=torch.int64)
         return tuple(asked) if isinstance(asked, tuple | list) else (asked,)
 
@@ -368,17 +369,20 @@ class _PieceRange:
         if name == self.exit:
             self.leaving = output[0] if isinstance(output, tuple | list) else output
             if not self._ends:
-                raise _Left
+                raise _EndOfCall
         return output
 
     def _stream(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The activations that a module is called with."""
         return first_argument(args, kwargs, self.roles.firsts[name])
 
     def _pass_through(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """In place of a layer: what came in, in a tuple if layers return one."""
         x = self._stream(name, *args, **kwargs)
         return x if self.roles.extras is None else (x, *[None] * self.roles.extras)
 
     def _zeros(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
+        """In place of a module before the layers: zeros without memory, of the shape that activations have."""
         assert self.arriving is not None, "the front is computed, not stood in for"
         x = next(tensors_in((self._stream(name, *args, **kwargs), *args, *kwargs.values())))   # some models pass tokens by name
         rows = x.shape[:2] if self.arriving.dim() == 3 else self.arriving.shape[:-1]   # the stream may be cut by tokens

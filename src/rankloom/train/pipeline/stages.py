@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +152,19 @@ def _under_first_names(pieces: Sequence[Piece], model: nn.Module) -> list[Piece]
     return [({name: param for name, param in named.items() if name not in here} | dict(parts), run), *others]
 
 
+class StageInventory(NamedTuple):
+    """What the stages of a rank hold.
+
+    tensors: name, dtype and whole shape of each
+    values:  those that are no tensors, by name
+    buffers: name -> digest
+    """
+
+    tensors: list[list[Any]]
+    values: dict[str, Any]
+    buffers: dict[str, str]
+
+
 class PipelinePlacement(SplitPlacement):
     """Slices of this rank's stages.
 
@@ -235,13 +248,15 @@ class PipelinePlacement(SplitPlacement):
         mine, whole = {entry.name: entry for entry in entries}, dict[str, Any]()
         plain = {entry.name: entry.get() for entry in entries if entry.dtype is None}
         self.pipe.agree(_odd_value(plain), label="extra state of stages")
-        here = [[entry.name, str(entry.dtype).removeprefix("torch."), list(self._whole_shape(entry))] for entry in entries if entry.dtype]
+        tensors = [[entry.name, str(entry.dtype).removeprefix("torch."), list(self._whole_shape(entry))]
+                   for entry in entries if entry.dtype]
         buffers = {name: digest(buffer) for name, buffer in self.model.named_buffers(remove_duplicate=False) if name in mine}
-        stages = self.pipe.all_gather_object([here, plain, buffers], label="what stages hold")
-        _expect_equal_buffers([found for *_, found in stages])
-        for root, (held, values, _) in enumerate(stages):
-            whole = values | whole
-            for name, kind, shape in (described for described in held if described[0] not in whole):
+        inventories = self.pipe.all_gather_object(StageInventory(tensors, plain, buffers), label="what stages hold")
+        stages = [StageInventory(*fields) for fields in inventories]   # as JSON, named tuples arrive as lists
+        _expect_equal_buffers([stage.buffers for stage in stages])
+        for root, stage in enumerate(stages):
+            whole = stage.values | whole
+            for name, kind, shape in (tensor for tensor in stage.tensors if tensor[0] not in whole):
                 value = self._join(mine[name], goal) if root == self.pipe.rank else None
                 whole[name] = self._pass_on(value, root, torch.empty(shape, dtype=getattr(torch, kind), device="meta"), goal)
         return whole if goal in (None, self._place()) else {}

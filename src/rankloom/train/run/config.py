@@ -66,7 +66,7 @@ def config_of(file: Table, where: str, flags: Sequence[Override]) -> Config:
     except ConfigError as error:
         if ("train", "deterministic") in given or not given:
             raise
-        return _in_free_order(table, file, where, error)
+        return _without_deterministic(table, file, where, error)
 
 
 def make_config(table: Table, where: str, flags: Mapping[tuple[str, str], str] | None = None) -> Config:
@@ -105,16 +105,13 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
     while rest:
         word = rest.pop(0)
         flag, equals, text = word.partition("=")
+        up_to_next_flag = list(takewhile(lambda later: not later.startswith("--"), rest))
+        if of_section := _overrides_of_section(flag, " ".join([text] * bool(equals) + up_to_next_flag)):
+            found += of_section
+            rest = rest[len(up_to_next_flag):]
+            continue
         name = flag.removeprefix("--")
         section, dot, key = name.rpartition(".")
-        more = list(takewhile(lambda next_: not next_.startswith("--"), rest))
-        if (flag.startswith("--") and (not dot or _keys_of(name))
-                and (several := _several(" ".join([*([text] if equals else []), *more])))):
-            if twice := [inner for inner, times in Counter(inner for inner, _ in several).items() if times > 1]:
-                raise ConfigError(f"{flag}: {twice[0]} is given twice in {' '.join([text, *more]).strip()!r}")
-            found += [Override(f"{flag}.{inner}", name, inner, value) for inner, value in several]
-            rest = rest[len(more):]
-            continue
         if not (flag.startswith("--") and section and dot and key):
             example = ", as in --mesh pipe=2,tensor=2" if flag == "--mesh" else _in_sections(name)
             raise ConfigError(f"{word}: not an option; a setting of the file is overridden by --section.key value{example}")
@@ -133,7 +130,18 @@ def _in_sections(key: str) -> str:
     return f". Did you mean {' or '.join(found)}?" if found else ""
 
 
-def _several(text: str) -> list[tuple[str, str]]:
+def _overrides_of_section(flag: str, text: str) -> list[Override]:
+    """The overrides of a flag that names a section, `--mesh` with the text `pipe=2,tensor=2`; empty for any other."""
+    section = flag.removeprefix("--")
+    if not flag.startswith("--") or ("." in section and not _keys_of(section)):
+        return []
+    pairs = _key_value_pairs(text)
+    if twice := [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]:
+        raise ConfigError(f"{flag}: {twice[0]} is given twice in {text.strip()!r}")
+    return [Override(f"{flag}.{key}", section, key, value) for key, value in pairs]
+
+
+def _key_value_pairs(text: str) -> list[tuple[str, str]]:
     """The keys and values of `pipe=2,tensor=2`; empty if the text is not such a list."""
     pairs = [part.partition("=") for part in re.split(r"[,\s]+(?=\w+=)", text)]
     return [(name, value) for name, _, value in pairs] if all(name.isidentifier() and value for name, _, value in pairs) else []
@@ -170,6 +178,7 @@ def _neighbours(path: Path) -> str:
 
 
 def _lay_over(table: Table, flag: Override) -> None:
+    """Set the key of an override in the nested table, or remove it."""
     removes, section = flag.text == "none", table
     for name in flag.section.split("."):
         section = section.get(name, {}) if removes else section.setdefault(name, {})
@@ -192,11 +201,12 @@ def _shorten_warm_up(table: Table) -> None:
         table["schedule"] = schedule | {"warmup_steps": steps}   # type: ignore[operator]
 
 
-def _in_free_order(table: Table, file: Table, where: str, error: ConfigError) -> Config:
-    """The config without the file's `deterministic`, if that stands against what the command line asks for, whatever its number. Warns.
+def _without_deterministic(table: Table, file: Table, where: str, error: ConfigError) -> Config:
+    """The config without the file's `deterministic`, where no number of logical shards would go with the overrides. Warns.
 
     table:  the file's, with the overrides; file: without them
-    raises: `error`, that of the table, where this is not so; where the config is wrong without `deterministic`, too: why
+    error:  why the table is wrong
+    raises: `error`, where its cause is not `deterministic`; an error of the rest of the table, if that is wrong, too
     """
     train = table.get("train")
     if not (isinstance(train, dict) and train.get("deterministic") and _is_valid(file, where)):
@@ -218,7 +228,7 @@ def _is_valid(table: Table, where: str) -> bool:
 
 
 def _with_stage(table: Table) -> Table:
-    """The table with stage 3, where it names several ranks to share parameters and no stage: at less they would share less, or nothing."""
+    """The table, with stage 3 if it has several shard ranks and no stage: at a lower stage they would share less, or nothing."""
     mesh, train = table.get("mesh"), table.get("train")
     shard = mesh.get("shard") if isinstance(mesh, dict) else None
     if isinstance(train, dict) and "stage" not in train and isinstance(shard, int) and shard > 1:

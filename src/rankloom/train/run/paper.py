@@ -81,8 +81,8 @@ def _part_of(engine: Engine, held: Held, world: PaperWorld, config: Config) -> R
     if isinstance(placement, ShardedPlacement):
         split = replace(placement.split, tensor=world.group("tensor"), expert=world.group("expert"))
         if placement.group.size > 1:
-            theirs, pieces = pieces, owned_pieces(placement.sharding, world.group("shard").rank)
-            held = replace(held, optimizer=held.optimizer * _elements(pieces) // _elements(theirs))
+            of_engine, pieces = pieces, owned_pieces(placement.sharding, world.group("shard").rank)
+            held = replace(held, optimizer=held.optimizer * _elements(pieces) // _elements(of_engine))
     return RankPart(
         rank=world.rank, coords=world.mesh.coords(world.rank),
         stages=tuple(engine.pipeline.stages) if isinstance(engine, PipelineEngine) else (0,),
