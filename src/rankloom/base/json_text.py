@@ -22,7 +22,7 @@ def as_json(value: Any, where: str) -> tuple[bytes, int]:
 
 def from_json(texts: Iterable[bytes], signs: Iterable[int]) -> list[Any]:
     """The values of `as_json`, with signs like those that it gave. raises: ConfigError with the sentences, if there are any"""
-    told = [(json.loads(text), sign) for text, sign in zip(texts, signs)]
-    if problems := [problem for problem, sign in told if sign < 0]:
+    read = [(json.loads(text), sign) for text, sign in zip(texts, signs)]
+    if problems := [problem for problem, sign in read if sign < 0]:
         raise ConfigError("\n".join(problems))
-    return [value for value, _ in told]
+    return [value for value, _ in read]

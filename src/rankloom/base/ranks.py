@@ -89,18 +89,18 @@ def say_modules(pieces: Iterable[str]) -> str:
     >>> say_modules(["embedding", "blocks.0", "blocks.1", "blocks.2", "norm"])
     'embedding, blocks 0-2, norm'
     """
-    said: list[str] = []
+    words: list[str] = []   # modules, and the lists of blocks
     runs: dict[str, list[int]] = {}
     for piece in pieces:
         module, _, last = piece.rpartition(".")
         if not last.isdigit():
-            said.append(piece)
+            words.append(piece)
         elif module in runs:
             runs[module].append(int(last))
         else:
             runs[module] = [int(last)]
-            said.append(module)
-    return ", ".join(f"{word} {say_numbers(runs[word])}" if word in runs else word for word in said)
+            words.append(module)
+    return ", ".join(f"{word} {say_numbers(runs[word])}" if word in runs else word for word in words)
 
 
 def say_numbers(numbers: Sequence[int]) -> str:

@@ -25,8 +25,8 @@ def dial_all(store: dist.Store, rank: int, size: int, address: str, timeout: flo
     deadline, word = time.monotonic() + timeout, secrets.token_hex(16)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=size) as listener:
-        told = hear_all(store, "wire", rank, size, timeout, json.dumps([address, listener.getsockname()[1], word]))
-        lines = {other: _call(json.loads(told[other]), other, rank, deadline) for other in range(rank)}
+        entries = hear_all(store, "wire", rank, size, timeout, json.dumps([address, listener.getsockname()[1], word]))
+        lines = {other: _call(json.loads(entries[other]), other, rank, deadline) for other in range(rank)}
         while len(lines) < size - 1:
             lines |= _answer(listener, word, rank, [other for other in range(rank + 1, size) if other not in lines], deadline)
     for line in lines.values():
@@ -36,6 +36,7 @@ def dial_all(store: dist.Store, rank: int, size: int, address: str, timeout: flo
 
 
 def _call(entry: tuple[str, int, str], other: int, rank: int, deadline: float) -> socket.socket:
+    """Connect to a rank. entry: its address and port, and the word by which it knows the ranks of its group"""
     address, port, word = entry
     try:
         line = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
@@ -56,11 +57,11 @@ def _answer(listener: socket.socket, word: str, rank: int, missing: list[int], d
                        f"address {listener.getsockname()[0]}?") from error
     line.settimeout(HELLO_SECONDS)
     try:
-        said, other = HELLO.unpack(_read(line, HELLO.size))
+        their_word, other = HELLO.unpack(_read(line, HELLO.size))
     except OSError:   # not a rank of ours: it would send its word at once
         line.close()
         return {}
-    if other in missing and hmac.compare_digest(said, word.encode()):
+    if other in missing and hmac.compare_digest(their_word, word.encode()):
         return {other: line}
     line.close()
     return {}

@@ -147,16 +147,16 @@ class HostsLink(Exchanges):
 
     def status(self) -> Status:
         """See `Status`. Asks the other ranks."""
-        told, letters = self._wire.ask_around(), {FINE: "?", LEFT: "L", LOST: "X"}
-        states = ["S" if rank in told else letters[self._wire.why_gone(rank)] for rank in range(self._size)]
+        calls, letters = self._wire.ask_around(), {FINE: "?", LEFT: "L", LOST: "X"}
+        states = ["S" if rank in calls else letters[self._wire.why_gone(rank)] for rank in range(self._size)]
         for rank, state in zip(self._levels.my.node, status_of(self._inside.link).states):
             states[rank] = state if states[rank] == "?" else states[rank]
-        return Status(*self._wire.verdict, [told[rank][0] if rank in told else 0 for rank in range(self._size)], states)
+        return Status(*self._wire.verdict, [calls[rank][0] if rank in calls else 0 for rank in range(self._size)], states)
 
     def calls(self) -> list[tuple[int, ...] | None]:
         """The last call of each rank: kind, number, op, root, bytes; None if it has begun fewer calls than this rank."""
-        told, now = self._wire.ask_around(), self._wire.last_call[0]
-        return [tuple(told[rank][1:]) if rank in told and told[rank][0] >= now else None for rank in range(self._size)]
+        calls, number = self._wire.ask_around(), self._wire.call_number
+        return [tuple(calls[rank][1:]) if rank in calls and calls[rank][0] >= number else None for rank in range(self._size)]
 
     def _begin(self, sending: int, address: int, size: int, peer: int, tag: int) -> Message:
         data = memory_at(address, nbytes_of(size)).data

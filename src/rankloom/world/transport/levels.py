@@ -109,18 +109,18 @@ class Levels:
         """Check that all hosts have made the same call, and that each rank had what the others expected; if not, raise Broken on all."""
         self._settle()
         if self.my.place == 0:
-            why, told = self._wire.hear_of_call(self.my.firsts, self._deadline)
+            why, of_other_hosts = self._wire.hear_of_call(self.my.firsts, self._deadline)
             self._check(why)
             if call.kind in OWN_LENGTHS:
-                self._compare_lengths([begun, *told])
+                self._compare_lengths([begun, *of_other_hosts])
         self._inside(BARRIER, [EMPTY], [EMPTY])
 
-    def _compare_lengths(self, told: Sequence[Any]) -> None:
-        """All first ranks of hosts check all lengths, so all find the same fault, or none."""
+    def _compare_lengths(self, rows_of_hosts: Sequence[Any]) -> None:
+        """All first ranks of hosts check all lengths, so all find the same fault, or none. rows_of_hosts: of this host first"""
         p = self._wire.size
         others = [node for node in self.my.nodes if node is not self.my.node]
         lengths = np.empty((p, 2, p), np.int64)
-        for node, rows in zip([self.my.node, *others], told):
+        for node, rows in zip([self.my.node, *others], rows_of_hosts):
             lengths[list(node)] = np.reshape(rows, (len(node), -1))[:, -2 * p:].reshape(-1, 2, p)
         has, expects = lengths[:, 0].T, lengths[:, 1]   # [to, from]
         if (wrong := (expects >= 0) & (expects != has)).any():
@@ -300,10 +300,10 @@ class Levels:
 
     def _send(self, to: int, x: np.ndarray) -> Message | None:
         """Start to send, as part of this call. None if `to` is this rank."""
-        return self._note(self._wire.send(PART, to, self._wire.last_call[0], x.view(np.uint8).data)) if to != self.my.rank else None
+        return self._note(self._wire.send(PART, to, self._wire.call_number, x.view(np.uint8).data)) if to != self.my.rank else None
 
     def _receive(self, frm: int, into: np.ndarray) -> Message | None:
-        return self._note(self._wire.receive(PART, frm, self._wire.last_call[0], into.view(np.uint8).data)) if frm != self.my.rank else None
+        return self._note(self._wire.receive(PART, frm, self._wire.call_number, into.view(np.uint8).data)) if frm != self.my.rank else None
 
     def _receive_like(self, mine: np.ndarray, ranks: Sequence[int]) -> tuple[list[np.ndarray], list[Message | None]]:
         """Start to receive an array like `mine` from each of `ranks`. Returns the arrays, with `mine` in its place, and the messages."""

@@ -97,9 +97,9 @@ def hear_all(store: dist.Store, what: str, rank: int, size: int, timeout: float,
         wait_for(store, keys, me, timeout, until=everything)
         return json.loads(ask_store(lambda: store.get(everything), me, timeout))   # type: ignore[no-any-return]
     wait_for(store, keys, me, timeout)
-    told = [text.decode() for text in ask_store(lambda: store.multi_get([*keys]), me, timeout)]
-    ask_store(lambda: store.set(everything, json.dumps(told)), me, timeout)
-    return told
+    texts = [text.decode() for text in ask_store(lambda: store.multi_get([*keys]), me, timeout)]
+    ask_store(lambda: store.set(everything, json.dumps(texts)), me, timeout)
+    return texts
 
 
 def start_afresh(store: dist.Store, rank: int, size: int, timeout: float, *, ranks: Sequence[int] | None = None) -> dist.Store:

@@ -138,9 +138,9 @@ def map_memory(descriptor: int, nbytes: int) -> Mapping:
         raise MemoryError(f"{nbytes:,} bytes of shared memory cannot be mapped: {error.strerror}") from error
 
 
-def _understood(told: Sequence[str | bytes], me: int, names: Sequence[int]) -> list[Any]:
+def _understood(texts: Sequence[str | bytes], me: int, names: Sequence[int]) -> list[Any]:
     """What the first ranks of a group have told, from JSON. raises: RankLost if one told why it cannot go on"""
-    values = [*map(json.loads, told)]
+    values = [*map(json.loads, texts)]
     for other, problem in zip(names, values):
         if isinstance(problem, str):
             raise RankLost(f"rank {me}: rank {other} could not share memory: {problem}")

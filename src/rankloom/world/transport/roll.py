@@ -13,16 +13,21 @@ from collections.abc import Sequence
 
 
 class Roll:
-    """Which collective each rank has begun: its number, then kind, number type, operation, root and bytes."""
+    """Which collective each rank has begun, as it is sent: the number of the call, then its `Descriptor` (call.py)."""
 
     def __init__(self) -> None:
         self.mine = [0] * 6
-        self.told: dict[int, list[int]] = {}   # what other ranks are doing, as they answered when asked
+        self.answers: dict[int, list[int]] = {}   # which one other ranks have begun, as they answered when asked
         self._begun: dict[int, deque[list[int]]] = {}   # what others have told of calls that this rank has not ended
+
+    @property
+    def number(self) -> int:
+        """The number of this rank's last call; the first is 1."""
+        return self.mine[0]
 
     def begin(self, call: Sequence[int]) -> int | None:
         """Begin this rank's next call. Returns a rank that has begun another call under the same number, or None."""
-        self.mine = [self.mine[0] + 1, *call]
+        self.mine = [self.number + 1, *call]
         return next((peer for peer in self._begun if (words := self.begun_by(peer)) and not self._fits(words)), None)
 
     def hear(self, peer: int, words: list[int]) -> bool:
@@ -33,9 +38,9 @@ class Roll:
     def begun_by(self, peer: int) -> list[int] | None:
         """What another rank has told of the call that this rank is in, or None."""
         calls = self._begun.get(peer, ())
-        while calls and calls[0][0] < self.mine[0]:
+        while calls and calls[0][0] < self.number:
             calls.popleft()
-        return calls[0] if calls and calls[0][0] == self.mine[0] else None
+        return calls[0] if calls and calls[0][0] == self.number else None
 
     def _fits(self, words: list[int]) -> bool:
-        return words[0] != self.mine[0] or words[:len(self.mine)] == self.mine
+        return words[0] != self.number or words[:len(self.mine)] == self.mine

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -170,6 +170,17 @@ def read_rows(rows: bytes, ranks: Sequence[int]) -> tuple[str | None, int, set[t
 # ------------------------------------------------------------------ collectives
 
 
+class RowExchange(NamedTuple):
+    """The address of this rank's row, that of a table for the rows of all, and the bytes of a row."""
+
+    row: int
+    table: int
+    nbytes: int
+
+
+NO_ROWS = RowExchange(0, 0, 0)
+
+
 class Rounds:
     """The collectives of one group, on one rank."""
 
@@ -208,7 +219,7 @@ class Rounds:
     def _announce(self, call: DeviceCall, home: tuple[int, int]) -> tuple[int, set[tuple[int, int]]]:
         """The first meeting. Returns the longest lane of all ranks, and the regions of their inputs."""
         row = call.once(call.row, home, self._channel.size)
-        self._meet(call, told=(ctypes.addressof(row), ctypes.addressof(self._table), ctypes.sizeof(row)))
+        self._meet(call, RowExchange(ctypes.addressof(row), ctypes.addressof(self._table), ctypes.sizeof(row)))
         fault, longest, homes = call.once(read_rows, bytes(self._table), self._channel.ranks)
         if fault:
             raise CollectiveMismatch(f"{self._channel.where(KINDS[call.kind])}: {fault}")
@@ -222,16 +233,16 @@ class Rounds:
                 self._meet(call)
             self._submit(self._slots.empty, call, begin, self._met % 2)
 
-    def _meet(self, call: DeviceCall, told: tuple[int, int, int] = (0, 0, 0), behind: Sequence[int] | None = None) -> None:
+    def _meet(self, call: DeviceCall, rows: RowExchange = NO_ROWS, behind: Sequence[int] | None = None) -> None:
         """Meet: all ranks have submitted what came before; what is submitted from here on runs after that of all ranks, or of `behind`.
 
-        told: the address of a row for all, that of a table for the rows of all, and the bytes of a row, if any
+        rows: to exchange at the meeting
         """
         rank, behind = self._channel.rank, range(self._channel.size) if behind is None else behind
         self._met += 1
         if rank in behind:
             self._device.mark(self._flags[rank], self._met)
-        why = self._channel.link.run(ALL_GATHER if told[2] else BARRIER, BYTES, SUM, 0, *told, call.timeout)
+        why = self._channel.link.run(ALL_GATHER if rows.nbytes else BARRIER, BYTES, SUM, 0, *rows, call.timeout)
         if why:
             self._lost.release_lost()
             raise self._channel.explain(why, KINDS[call.kind], call.timeout)

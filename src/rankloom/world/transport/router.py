@@ -152,7 +152,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
         if missing and len({*ranks}) == self.size():
             wait_for(self._store, missing, self.rank(), self._timeout, until=ALL_PLACES)
             places = json.loads(ask_store(lambda: self._store.get(ALL_PLACES), self.rank(), self._timeout))
-            self._places = {rank: GpuPlace(**told) for rank, told in enumerate(places)}
+            self._places = {rank: GpuPlace(**place) for rank, place in enumerate(places)}
         elif missing:
             wait_for(self._store, missing, self.rank(), self._timeout)
             texts = ask_store(lambda: self._store.multi_get([*missing]), self.rank(), self._timeout)

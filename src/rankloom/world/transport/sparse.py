@@ -25,11 +25,11 @@ def all_reduce_sparse(group: Any, x: Tensor, opts: Any) -> Work:
     if opts.reduceOp.op != dist.ReduceOp.SUM:
         raise ShapeMismatch(f"{where}: {opts.reduceOp.op.name} is not offered, only SUM; pass x.to_dense()")
     mine = x.detach().coalesce()
-    told = group.channel.gather_json([mine._nnz(), mine.sparse_dim(), str(x.dtype), *x.shape])
-    if any(other[1:] != told[0][1:] for other in told):
-        raise ShapeMismatch(f"{where}: ranks bring different tensors; entries, sparse dims, dtype and shape of each: {told}")
-    indices = [mine.indices().new_empty(mine.sparse_dim(), entries) for entries, *_ in told]
-    values = [mine.values().new_empty(entries, *mine.values().shape[1:]) for entries, *_ in told]
+    described = group.channel.gather_json([mine._nnz(), mine.sparse_dim(), str(x.dtype), *x.shape])
+    if any(other[1:] != described[0][1:] for other in described):
+        raise ShapeMismatch(f"{where}: ranks bring different tensors; entries, sparse dims, dtype and shape of each: {described}")
+    indices = [mine.indices().new_empty(mine.sparse_dim(), entries) for entries, *_ in described]
+    values = [mine.values().new_empty(entries, *mine.values().shape[1:]) for entries, *_ in described]
 
     def add_up() -> None:
         with torch.no_grad():

@@ -27,7 +27,7 @@ from rankloom.world.transport.lines import Line, Mailbox, Message, Watch
 from rankloom.world.transport.roll import Roll
 
 MESSAGE, PART, NEWS = range(3)                   # kinds: messages between two ranks, parts of a collective, news of ranks' states
-BROKEN, LEAVING, ASKED, TOLD, BEGUN = range(5)   # tags of news
+BROKEN, LEAVING, ASKED, ANSWER, BEGUN = range(5)   # tags of news
 ASIDE = 64 << 20   # bytes put aside, above which the postman reads no more while this rank waits for nothing
 AT_ONCE = 16       # reads of one connection before the next has its turn
 LINGER = 1.0       # seconds to send, when a rank leaves, what is still queued
@@ -160,7 +160,7 @@ class Wire:
         """
         with self.changed:
             for peer in peers:
-                self._lines[peer].outbox.append(_news(peer, BEGUN, [self._roll.mine[0], *words]))
+                self._lines[peer].outbox.append(_news(peer, BEGUN, [self._roll.number, *words]))
                 self._unsent.add(self._lines[peer])
 
     def hear_of_call(self, peers: Sequence[int], deadline: float) -> tuple[int, list[list[int]]]:
@@ -173,19 +173,19 @@ class Wire:
             return self.why(), [words[1:] for peer in peers if (words := self._roll.begun_by(peer))]
 
     @property
-    def last_call(self) -> list[int]:
-        """The number of the last collective that this rank has begun, and what it is."""
-        return self._roll.mine
+    def call_number(self) -> int:
+        """The number of the last collective that this rank has begun."""
+        return self._roll.number
 
     def ask_around(self) -> dict[int, list[int]]:
         """What each rank is doing: the number of its calls so far, and the last one. Ranks that do not answer are left out."""
         with self.changed:
-            self._roll.told = {self.rank: self._roll.mine}   # shared by all threads that ask: one answer of each rank is enough
+            self._roll.answers = {self.rank: self._roll.mine}   # shared by all threads that ask: one answer of each rank is enough
             self._tell_all(ASKED, [])
-            has_told = lambda peer, line: peer in self._roll.told or line.gone
+            has_answered = lambda peer, line: peer in self._roll.answers or line.gone
             with self._reading():   # a forked child is closing from the start, and nobody reads there
-                self.changed.wait_for(lambda: self.closing or all(has_told(peer, line) for peer, line in self._lines.items()), PATIENCE)
-            return self._roll.told
+                self.changed.wait_for(lambda: self.closing or all(has_answered(*line) for line in self._lines.items()), PATIENCE)
+            return self._roll.answers
 
     def why_gone(self, peer: int) -> int:
         """LOST if a rank has ended, LEFT if it has left, else FINE."""
@@ -326,9 +326,9 @@ class Wire:
         elif tag == LEAVING:
             line.gone = LEFT
         elif tag == ASKED:
-            self._tell(line, TOLD, self._roll.mine)
-        elif tag == TOLD:
-            self._roll.told[line.peer] = words
+            self._tell(line, ANSWER, self._roll.mine)
+        elif tag == ANSWER:
+            self._roll.answers[line.peer] = words
         elif tag == BEGUN and not self._roll.hear(line.peer, words):
             self.break_group(line.peer, MISMATCHED)
         self.changed.notify_all()
