@@ -152,7 +152,7 @@ def _under_first_names(pieces: Sequence[Piece], model: nn.Module) -> list[Piece]
     return [({name: param for name, param in named.items() if name not in here} | dict(parts), run), *others]
 
 
-class StageInventory(NamedTuple):
+class StageContents(NamedTuple):
     """What the stages of a rank hold.
 
     tensors: name, dtype and whole shape of each
@@ -251,8 +251,8 @@ class PipelinePlacement(SplitPlacement):
         tensors = [[entry.name, str(entry.dtype).removeprefix("torch."), list(self._whole_shape(entry))]
                    for entry in entries if entry.dtype]
         buffers = {name: digest(buffer) for name, buffer in self.model.named_buffers(remove_duplicate=False) if name in mine}
-        inventories = self.pipe.all_gather_object(StageInventory(tensors, plain, buffers), label="what stages hold")
-        stages = [StageInventory(*fields) for fields in inventories]   # as JSON, named tuples arrive as lists
+        contents = self.pipe.all_gather_object(StageContents(tensors, plain, buffers), label="what stages hold")
+        stages = [StageContents(*fields) for fields in contents]   # as JSON, named tuples arrive as lists
         _expect_equal_buffers([stage.buffers for stage in stages])
         for root, stage in enumerate(stages):
             whole = stage.values | whole
