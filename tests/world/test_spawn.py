@@ -405,3 +405,28 @@ def test_more_ranks_than_shared_memory_has_room_for_are_refused_before_any_is_st
 def test_an_unknown_device_is_refused_with_the_known_ones():
     with pytest.raises(rl.ConfigError, match="device = 'tpu', expected 'cpu' or 'cuda'"):
         rl.spawn(1, whoami, device="tpu")
+
+
+def call_in_a_forked_child(world):
+    other = 1 - world.rank
+    calls = [world.barrier, lambda: world.send(torch.ones(1), other), lambda: world.recv(torch.ones(1), other, async_op=True)]
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        for call in calls:
+            try:
+                call()
+            except rl.ConfigError as error:
+                os.write(write, f"{error}\n".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    with open(read) as said:
+        return said.read().splitlines(), world.all_reduce(torch.ones(1)).item()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_process_that_a_rank_has_forked_is_told_that_it_is_no_rank_and_the_rank_goes_on(backend):
+    for rank, (errors, total) in enumerate(rl.spawn(2, call_in_a_forked_child, backend=backend, timeout=20.0)):
+        assert total == 2.0
+        assert [error.split(" in group")[0] for error in errors] == [f"rank {rank}: {name}" for name in ("barrier", "send", "recv")]
+        assert all("this process was forked from one that owns the group; build groups after the fork" in error for error in errors)

@@ -381,6 +381,7 @@ class Group:
     def _connected(self, label: str) -> dist.ProcessGroup:
         if self._process_group is None:
             raise RankLost(f"{self.where(label)}: this group is closed, or has one rank only")
+        self.in_flight.expect_owner(self.where, label)
         return self._process_group
 
     def _peer(self, rank: int, tag: int | None = None) -> int:
@@ -391,8 +392,7 @@ class Group:
 
     def _equal_rows(self, x: Tensor, op: str) -> int:
         if x.dim() == 0 or x.shape[0] % self.size:
-            raise ShapeMismatch(f"{self.where(op)}: a tensor of shape {tuple(x.shape)} cannot be cut in {self.size} "
-                                "equal slices along dim 0; pad it")
+            raise ShapeMismatch(f"{self.where(op)}: shape {tuple(x.shape)} cannot be cut in {self.size} equal slices along dim 0; pad it")
         return x.shape[0] // self.size
 
     def where(self, label: str) -> str:

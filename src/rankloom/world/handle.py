@@ -1,5 +1,6 @@
 """A collective in flight, and what becomes of one for which nobody waits."""
 
+import os
 import time
 import weakref
 from collections import deque
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rankloom.base.errors import RankLost
+from rankloom.base.errors import ConfigError, RankLost
 from rankloom.world.ledger import Ledger
 
 MOST_DROPPED = 64    # collectives of one group for which nobody waits
@@ -29,6 +30,13 @@ class InFlight:
     def __init__(self) -> None:
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
         self._dropped: deque[Sequence[Any]] = deque()
+        self._owner = os.getpid()
+
+    def expect_owner(self, where: Callable[[str], str], label: str) -> None:
+        """Raise in a process that was forked from the rank's: it has the rank's sockets, but not the threads that read them. A call there
+        would wait for ever, and what it sends would be taken for the rank's."""
+        if os.getpid() != self._owner:
+            raise ConfigError(f"{where(label)}: this process was forked from one that owns the group; build groups after the fork")
 
     def handles(self) -> list["Handle"]:
         """The handles that somebody holds."""
