@@ -508,7 +508,7 @@ def make_pair() -> nn.Module:
     ({"0.first": "vocabulary_output"}, "for an nn.Linear say colwise_rep"),
     ({"0.second": "colwise"}, "0.second: 5 features do not divide by 2 ranks"),
     ({"0.second": "packed_colwise"}, "0.second: 5 features are not 2 fused matrices of equal size"),
-    ({"1.first": "rowwise"}, "1.first: 5 features do not divide by 2 ranks"),
+    ({"1.first": "rowwise"}, "1.first: 5 features do not divide by 2 ranks; choose a number of ranks that divides them, or leave"),
     ({"0.first": "packed_qkv_colwise"}, "0 does not say how wide its heads are; give it head_dim, or num_heads"),
     ({"0.first": "sequence_parallel"}, "nothing cuts the stream by tokens before them"),
     ({7: "colwise"}, "a pattern of the plan=7 is of type int, expected a text such as 'layers.*.mlp.up'"),

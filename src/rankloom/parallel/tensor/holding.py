@@ -140,7 +140,8 @@ def cut_evenly(length: int, ranks: int, what: str, *, parts: int = 1) -> Spans:
     try:
         return cut_each([length // parts] * parts, ranks)
     except ShapeMismatch as error:
-        raise ConfigError(f"{what}: {length // parts} features do not divide by {ranks} ranks") from error
+        raise ConfigError(f"{what}: {length // parts} features do not divide by {ranks} ranks; choose a number of ranks that divides them, "
+                          "or leave this layer out of the plan") from error
 
 
 def cut_padded(length: int, ranks: int) -> tuple[int, Spans]:
