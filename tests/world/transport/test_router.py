@@ -1,7 +1,6 @@
 """Which group carries a call, decided by where its tensors lie. CUDA is pretended: tensors stay in host memory."""
 
 import itertools
-import os
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -103,7 +102,7 @@ def pretend_gpus(monkeypatch, gpu_of):
     ranks = iter(range(100))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpu_of(next(ranks))))
-    monkeypatch.setattr(os, "getpid", lambda: next(PIDS))
+    monkeypatch.setattr(router, "os", SimpleNamespace(getpid=lambda: next(PIDS)))
     monkeypatch.setattr(router, "CudaDevice", lambda device: Twin())
     monkeypatch.setattr(router, "Nccl", lambda *where: "nccl")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
