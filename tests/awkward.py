@@ -40,6 +40,23 @@ class Awkward(nn.Module):
         return self.head(x * self.scale)
 
 
+class Dies(nn.Module):
+    """The identity, until it is told to die in forward or in backward."""
+
+    when = ""
+
+    def forward(self, x):
+        if self.when == "forward":
+            raise ArithmeticError("died in forward")
+        if self.when == "backward" and x.requires_grad:
+            x.register_hook(self.die)
+        return x * 1.0
+
+    def die(self, grad):
+        """In the middle of a backward."""
+        raise ArithmeticError("died in backward")
+
+
 def drawn(model: Model, dtype: torch.dtype = torch.float64, *, seed: int = 2, scale: float = 0.3) -> Model:
     """With equal weights at every call, whatever thread asks."""
     draw = torch.Generator().manual_seed(seed)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import rankloom as rl
-from awkward import drawn
+from awkward import Dies, drawn
 from rankloom.base.errors import ConfigError, ModelMismatch, UnitError
 from rankloom.parallel.sections.wrapping import tensors_in
 
@@ -1251,23 +1251,6 @@ def test_a_backward_of_a_backward_wants_parameters_that_stay():
     with pytest.raises(UnitError, match="rank 0: .* create_graph=True"):   # alone, too, where a slice is in another format
         rl.simulate(1, lambda world: penalised(model := rl.fully_shard(made(), world, compute=torch.float32), adamw(model.parameters()),
                                                inputs().float()))
-
-
-class Dies(nn.Module):
-    """The identity, until it is told to die in forward or in backward."""
-
-    when = ""
-
-    def forward(self, x):
-        if self.when == "forward":
-            raise ArithmeticError("died in forward")
-        if self.when == "backward" and x.requires_grad:
-            x.register_hook(self.die)
-        return x * 1.0
-
-    def die(self, grad):
-        """In the middle of a backward."""
-        raise ArithmeticError("died in backward")
 
 
 class Mortal(Net):

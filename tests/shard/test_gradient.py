@@ -29,12 +29,18 @@ def test_the_memory_of_a_sum_goes_when_it_has_been_added_to_the_slice():
     assert rl.simulate(2, body) == [[True, False]] * 2   # the first is the slice
 
 
+def with_unsummed_gradient(world):
+    """A sharded layer after a backward that summed nothing, and the gradient of its only unit."""
+    model = rl.fully_shard(drawn(nn.Linear(8, 8)).to(world.device), world)
+    gradient, = model._sharding.gradients()
+    with model.no_sync():
+        model(torch.ones(2, 8, dtype=torch.float64, device=world.device)).sum().backward()
+    return model, gradient
+
+
 def test_gradients_that_are_dropped_before_they_are_summed_give_back_their_buffer():
     def body(world):
-        model = rl.fully_shard(drawn(nn.Linear(8, 8)).to(world.device), world)
-        gradient, = model._sharding.gradients()
-        with model.no_sync():
-            model(torch.ones(2, 8, dtype=torch.float64, device=world.device)).sum().backward()
+        model, gradient = with_unsummed_gradient(world)
         whole = gradient.held()
         model._sharding.forward_backward.abandon()
         return whole, gradient.held(), model._sharding.pool.held()
@@ -44,10 +50,7 @@ def test_gradients_that_are_dropped_before_they_are_summed_give_back_their_buffe
 
 def test_gradients_that_are_dropped_while_they_are_summed_count_as_used_no_more():
     def body(world):
-        model = rl.fully_shard(drawn(nn.Linear(8, 8)).to(world.device), world)
-        gradient, = model._sharding.gradients()
-        with model.no_sync():
-            model(torch.ones(2, 8, dtype=torch.float64, device=world.device)).sum().backward()
+        model, gradient = with_unsummed_gradient(world)
         gradient.start()
         model._sharding.forward_backward.abandon()
         return gradient.used, [param.grad for param in model.parameters()]

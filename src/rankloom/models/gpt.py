@@ -159,7 +159,7 @@ class GPT(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight   # type: ignore[return-value]
 
     def parameters_read_by_forward(self) -> list[nn.Parameter]:
-        """The output matrix: of a module inside, which does not run. So it is gathered with the root (parallel/sections/wrapping.py)."""
+        """The output matrix, of a module that does not run itself: it is gathered with the root (parallel/sections/wrapping.py)."""
         return [self.output_weight]
 
     @property

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
-from awkward import adamw, drawn, loss_sum, share, train_plainly
+from awkward import Dies, adamw, drawn, loss_sum, share, train_plainly
 from blocky import make_blocky, make_turns
 from rankloom.base.errors import CollectiveTimeout, NonFinite, UnitError
 from rankloom.models.config import GPTConfig
@@ -537,23 +537,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage, backend):
         return huge.skipped, engine.scale.value / scale, engine.step(mine).skipped
 
     assert rl.simulate(2, body, backend=backend) == [(True, 0.5, False)] * 2
-
-
-class Dies(nn.Module):
-    """The identity, until it is told to die in forward or in backward."""
-
-    when = ""
-
-    def forward(self, x):
-        if self.when == "forward":
-            raise ArithmeticError("in forward")
-        if self.when == "backward" and x.requires_grad:
-            x.register_hook(self.die)
-        return x * 1.0
-
-    def die(self, grad):
-        """In the middle of a backward."""
-        raise ArithmeticError("in backward")
 
 
 class Mortal(Line):
