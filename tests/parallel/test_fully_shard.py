@@ -298,6 +298,15 @@ def weights_in_a_loss_apart(model, optimizer, x):
         optimizer.step()
 
 
+def weights_times_nothing(model, optimizer, x):
+    """A gradient of zeros is one: AdamW still decays the weight."""
+    for _ in range(3):
+        optimizer.zero_grad()
+        nothing = 0.0 * sum(p.sum() for p in model.parameters())
+        (nothing + mean_square(model, x)).backward()
+        optimizer.step()
+
+
 def other_gradients_in_their_place(model, optimizer, x):
     for _ in range(2):
         optimizer.zero_grad()
@@ -341,9 +350,27 @@ class Spare(Net):
             block.spare = nn.Linear(WIDTH, WIDTH)
 
 
-@pytest.mark.parametrize("loop", [weights_in_the_loss, weights_in_the_loss_before_the_forward, weights_in_a_loss_apart])
+ONLY_IN_THE_LOSS = [weights_in_the_loss, weights_in_the_loss_before_the_forward, weights_in_a_loss_apart, weights_times_nothing]
+
+
+@pytest.mark.parametrize("loop", ONLY_IN_THE_LOSS)
 def test_weights_that_only_the_loss_uses_are_used(loop):
     expect_as_plain(loop, Spare, ranks=[(1, "gloo"), (3, "gloo"), (2, "rankloom")])
+
+
+@pytest.mark.parametrize("loop", ONLY_IN_THE_LOSS)
+def test_weights_that_only_the_loss_uses_are_used_where_sums_are_compressed(loop):
+    def body(world):
+        model = rl.fully_shard(made(Spare), world, compress="int8")
+        loop(model, adamw(model.parameters()), inputs().chunk(world.size)[world.rank])
+        return model.state_dict()
+
+    plain = made(Spare)
+    loop(plain, adamw(plain.parameters()), inputs())
+    for state in rl.simulate(2, body):
+        for name, value in plain.state_dict().items():
+            if "spare" in name:
+                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
 
 
 def test_two_forwards_in_one_autocast_equal_plain_torch():

@@ -215,8 +215,9 @@ class Gradient:
         """Drop the gradients of parameters that no rank used: an optimizer skips these, as in one process."""
         self.used, self._agreed = set(self.unit.owners.keys() & used), True
         for name in self.unit.owners.keys() - self.used:
-            grad = self.unit.owners[name].grad   # a sum of nothing, zeros, unless a loss computed from slices has added to it since
-            if grad is not None and (self.sums.is_compressed or not grad.any()):
+            if self._is_foreign(name) or self._was_added_to(name):
+                self.used.add(name)
+            else:
                 self.unit.owners[name].grad = None
         if self.sums.is_compressed and self.slice is not None:
             self._clear_strays(self.slice)
@@ -337,7 +338,7 @@ class Gradient:
             view = self.unit.slice_view(mine, name)
             if not fresh:
                 self._add_to_owner(name, view, None if in_place else self.unit.slice_view(received, name))
-            owner.grad = view if view.numel() else None
+            owner.grad = view.data if view.numel() else None   # .data: with a version of its own
 
     def _add_to_owner(self, name: str, view: Tensor, new: Tensor | None) -> None:
         """Add the reduced `new` to `owner.grad`, in `view`, its place in the slice. new: None if it is in `view` already"""
@@ -352,6 +353,11 @@ class Gradient:
         """Whether `owner.grad` was set by the user, or by autograd for a loss computed from slices, and is no sum of ours."""
         grad, mine = self.unit.owners[name].grad, self.slice
         return grad is not None and (mine is None or grad.data_ptr() != self.unit.slice_view(mine, name).data_ptr())
+
+    def _was_added_to(self, name: str) -> bool:
+        """Whether autograd has added to `owner.grad` since our sum was put there, for a loss computed from slices."""
+        grad = self.unit.owners[name].grad
+        return grad is not None and grad._version > 0
 
     def _bring_to_host(self, received: Tensor, mine: Tensor, fresh: bool) -> Tensor:
         """Copy to the host: straight into `mine`, the slice, without waiting, if that is empty; else into scratch memory, to be added."""
