@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 from rankloom.base.errors import ConfigError, StorageError
@@ -36,6 +37,14 @@ def test_show_draws_the_rows_and_tells_the_numbers(tmp_path):
     assert "as rl.pipeline and the engine run it" in done.stdout and "a step takes 30; bubble: ranks wait 20.0% of the time" in done.stdout
     assert svg.read_text().startswith("<svg") and json.loads(trace.read_text())["traceEvents"]
     assert find_schedule(str(save), None, None, None).microbatches == 8, "what is saved can be shown again"
+
+
+def test_a_narrow_table_of_numbers_cuts_no_word():
+    table = next(part for part in show_schedule("1f1b", **NOTHING) if isinstance(part, Table))
+    console = Console(width=36)
+    with console.capture() as capture:
+        console.print(table)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in capture.get()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

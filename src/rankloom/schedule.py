@@ -9,7 +9,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rankloom.base.errors import ConfigError, did_you_mean
@@ -102,7 +102,8 @@ def drawing(timeline: Timeline, columns: int, coloured: bool) -> Iterator[str | 
 def picture(timeline: Timeline, draw: Drawing) -> Iterator[str | Text | Table]:
     """The drawing, and the numbers of each rank. Activations as in docs/pipeline.md: 1 is a micro-batch in a rank's whole part."""
     yield from draw(timeline)
-    table = Table("rank", "stages", "computes", "waits", "sends", "most activations")
+    headings = ("rank", "stages", "computes", "waits", "sends", "most activations")
+    table = Table(*(Column(heading, overflow="fold") for heading in headings))
     for rank, actions in enumerate(timeline.schedule.ranks):
         stages, sends = timeline.schedule.held_by(rank), sum(a.kind.startswith("SEND") for a in actions)
         times = (f"{timeline.busy[rank]:g}", f"{timeline.makespan - timeline.busy[rank]:g}")

@@ -588,6 +588,12 @@ def test_the_model_itself_is_named_in_errors():
         rl.simulate(2, lambda world: rl.tensor_parallel(nn.Linear(6, 4), {"": "colwise_rep"}, world))
 
 
+def test_a_pattern_that_matches_nothing_in_numbered_modules_is_told_their_numbers():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    with pytest.raises(ConfigError, match=r"'layers\.\*' matches no module of Sequential\. Known: 0, 1\."):
+        rl.simulate(2, lambda world: rl.tensor_parallel(model, {"layers.*": "colwise"}, world))
+
+
 def test_finish_gradients_is_true_or_false():
     with pytest.raises(ConfigError, match="finish_gradients='no' is of type str"):
         rl.simulate(2, lambda world: rl.tensor_parallel(make_pair(), {"*.first": "colwise"}, world, finish_gradients="no"))

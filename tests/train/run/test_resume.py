@@ -139,7 +139,7 @@ def test_the_end_of_a_stopped_run_has_the_command_that_resumes_it_or_what_to_set
 def test_the_end_of_a_run_that_went_on_counts_its_own_steps():
     summary = Summary(folder="", parameters=1, steps=6, steps_before=4, tokens=200, training_seconds=2.0, training_loss=1.0,
                       validation_loss=None, trigram_loss=None, stopped_by=0)
-    assert describe_end(summary, 6) == ["steps 5 to 6, 200 tokens in 2 s (100 tokens/s)"]
+    assert describe_end(summary, 6) == ["steps 5 to 6, 200 tokens in 2.00 s (100 tokens/s)"]
 
 
 def test_all_ranks_resume_from_what_the_first_has_found(tmp_path, monkeypatch):

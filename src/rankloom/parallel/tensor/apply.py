@@ -179,7 +179,8 @@ def _no_match(model: nn.Module, pattern: str) -> str:
                 f"that are {' or '.join(OWNERS)} their parameters too")
     if not names:
         return f"plan: {kind} has no modules inside that a plan could name; put it into one, such as nn.Sequential(layer)"
-    hint = did_you_mean(pattern, {re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", name) for name in names})
+    starred = {re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", name) for name in names}
+    hint = did_you_mean(pattern, names if starred == {"*"} else starred)
     return f"plan: pattern {pattern!r} matches no module of {kind}. {hint}"
 
 

@@ -13,6 +13,7 @@ import torch
 from rankloom.base.errors import DataError, NonFinite, StorageError
 from rankloom.base.events import Saved
 from rankloom.base.files import saving
+from rankloom.base.quantities import show_seconds
 from rankloom.data.ngram import trigram_loss
 from rankloom.train.engine import Engine
 from rankloom.train.long_work import while_others_wait
@@ -83,7 +84,7 @@ def describe_end(summary: Summary, steps: int) -> list[str]:
     if summary.steps_before == summary.steps:
         return [*lines, f"nothing was left to train after step {summary.steps}"]
     done = f"{summary.steps} steps" if not summary.steps_before else f"steps {summary.steps_before + 1} to {summary.steps}"
-    return [*lines, f"{done}, {summary.tokens:,} tokens in {summary.training_seconds:.0f} s ({rate:,.0f} tokens/s)"]
+    return [*lines, f"{done}, {summary.tokens:,} tokens in {show_seconds(summary.training_seconds)} ({rate:,.0f} tokens/s)"]
 
 
 def _save(job: Job, weights: Mapping[str, torch.Tensor]) -> None:
