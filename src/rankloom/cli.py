@@ -23,6 +23,7 @@ from rankloom import __version__
 from rankloom.base.errors import ConfigError, RankFailed, RankloomError
 from rankloom.base.events import ignore
 from rankloom.base.files import expanded, make_folder
+from rankloom.base.garbage import lasting
 from rankloom.base.text import not_drawn, printable, show_any_text, whole_number
 from rankloom.watch.progress import Progress, Screen, is_closed
 from rankloom.world.launch import cores, debug_mode, find_place, forget_plot_backend, record_failure
@@ -114,10 +115,10 @@ def train(file: ConfigFile, /, *overrides: Overrides) -> None:
     """
     alone = find_place().launcher == "alone"
     with leaving_on_signals(as_killed=not alone):
-        from rankloom.data.text import expect_source
-        from rankloom.data.tokenizer import expect_tokenizer
-        from rankloom.train.run.config import load_config, with_ranks
-
+        with lasting():
+            from rankloom.data.text import expect_source
+            from rankloom.data.tokenizer import expect_tokenizer
+            from rankloom.train.run.config import load_config, with_ranks
         config = load_config(file, overrides)
         if alone:   # before the run has a folder
             config = with_ranks(config, config.mesh.as_mesh().size, file)
@@ -136,9 +137,10 @@ def train(file: ConfigFile, /, *overrides: Overrides) -> None:
 def _launch_ranks(config: "Config") -> None:
     """Start the ranks of a run on this machine, and wait for them. They read the config in the run folder: its file may be a pipe, or be
     edited for the next run while they start."""
-    from rankloom.train.run.folder import claim_run_folder, hold, no_empty_folder, write_run_config
-    from rankloom.world.agent import launch_ranks
-    from rankloom.world.connect import expect_room_here
+    with lasting():
+        from rankloom.train.run.folder import claim_run_folder, hold, no_empty_folder, write_run_config
+        from rankloom.world.agent import launch_ranks
+        from rankloom.world.connect import expect_room_here
     expect_room_here(config.mesh.as_mesh().size, config.comm.backend)
     hold(run := claim_run_folder(config, datetime.now()))
     with no_empty_folder(run):
@@ -158,9 +160,10 @@ def _launch_ranks(config: "Config") -> None:
 
 def _be_a_rank(config: "Config", file: Path) -> None:
     """Train as one rank: join the others, if there are any. Rank 0 draws the progress."""
-    from rankloom.train.run.config import with_ranks
-    from rankloom.train.run.loop import train as train_loop
-    from rankloom.world.join import init
+    with lasting():
+        from rankloom.train.run.config import with_ranks
+        from rankloom.train.run.loop import train as train_loop
+        from rankloom.world.join import init
     config = with_ranks(config, find_place().size, file)
     world = init(config.mesh.as_mesh(), timeout=config.comm.timeout, topology=config.comm.topology, backend=config.comm.backend)
     try:
@@ -317,9 +320,10 @@ def bench(
     out
         The folder for the results; by default runs/bench-<time>.
     """
-    from rankloom import bench as command
-    from rankloom.base.quantities import parse_sizes
-    from rankloom.comm.bench import plan_bench
+    with lasting():
+        from rankloom import bench as command
+        from rankloom.base.quantities import parse_sizes
+        from rankloom.comm.bench import plan_bench
     study = plan_bench(_words(collective), _words(algorithm or ""), parse_sizes(sizes), dtype, turns)
     place, folder = find_place(), out or Path("runs") / f"bench-{datetime.now():%Y-%m-%d-%H%M%S}"
     alone = place.launcher == "alone"
@@ -460,21 +464,17 @@ def generate(
     seed
         Of the random draws: another seed gives another text.
     """
-    from rankloom.train.run.samples import continue_texts
-    from rankloom.train.run.weights import load_model
-
+    with lasting():
+        from rankloom.train.run.samples import continue_texts
+        from rankloom.train.run.weights import load_model
     if max_tokens < 1:
         raise ConfigError(f"--max-tokens {max_tokens}: must be 1 or more")
     model, tokenizer = load_model(run)
     if tokenizer is None:
-        raise ConfigError(
-            f"{run}: holds no tokenizer.json, to read a prompt with and to write text: it was trained on an array of tokens, or "
-            "the file is lost; then copy that of a run with the same tokenizer"
-        )
+        raise ConfigError(f"{run}: holds no tokenizer.json, to read a prompt with and to write text: it was trained on an array of tokens, "
+                          "or the file is lost; then copy that of a run with the same tokenizer")
     prompts = [tokenizer.encode(prompt)]
-    texts = continue_texts(
-        model, tokenizer, prompts, max_tokens=max_tokens, temperature=temperature, top_k=top_k or None, seed=seed
-    )
+    texts = continue_texts(model, tokenizer, prompts, max_tokens=max_tokens, temperature=temperature, top_k=top_k or None, seed=seed)
     print(printable(texts[0]))
 
 
@@ -484,7 +484,5 @@ def presets() -> None:
     from rankloom.models.config import PRESETS, parameter_count
 
     for name, shape in PRESETS.items():
-        print(
-            f"{name:>5}  {parameter_count(shape):>14,} parameters: width {shape.width}, {shape.layers} layers, "
-            f"{shape.heads} heads, {shape.kv_heads} key-value heads, ffn {shape.ffn}, vocabulary {shape.vocab_size}"
-        )
+        print(f"{name:>5}  {parameter_count(shape):>14,} parameters: width {shape.width}, {shape.layers} layers, "
+              f"{shape.heads} heads, {shape.kv_heads} key-value heads, ffn {shape.ffn}, vocabulary {shape.vocab_size}")

@@ -160,7 +160,7 @@ class Process:
 
     def __init__(self, port: int):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.optim", "rankloom.world.spawn", "conformance.faults"])
+        context.set_forkserver_preload(["rankloom.world.preload", "conformance.faults"])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, port), daemon=True)
         self.process.start()

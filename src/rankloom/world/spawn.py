@@ -100,7 +100,7 @@ Join = Callable[[int], World]
 
 def _start(rank: int, work: bytes, join: Join) -> Child:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "rankloom.world.spawn"])   # the first optimizer imports torch._dynamo
+    context.set_forkserver_preload(["rankloom.world.preload"])
     ours, theirs = context.Pipe(duplex=True)
     with theirs:
         process = context.Process(target=_child, args=(theirs, work, join, rank), daemon=True, name=f"rank-{rank}")
