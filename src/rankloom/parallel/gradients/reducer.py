@@ -19,7 +19,7 @@ On one rank there is nothing to sum, and gradients stay where autograd made them
 A parameter that no rank used keeps `grad = None`, as in one process, so that the optimizer skips it. One that some rank used gets the
 sum; the other ranks add zeros. With accumulation only the last micro-batch communicates.
 
-Read bucket.py before this file; parallel/data.py and train/engine.py use it.
+Read bucket.py and unbucketed.py before this file; parallel/data.py and train/engine.py use it.
 """
 
 import warnings
@@ -35,12 +35,11 @@ from rankloom.base.compression import BACKEND, HIERARCHICAL
 from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.hooks import hook_gradient, landed
 from rankloom.base.scoped import temporarily
-from rankloom.base.tensors import copy_into
 from rankloom.comm.compress import Summing
 from rankloom.comm.worker import start_beside, worker_beside
-from rankloom.parallel.gradients.arrivals import Arrivals
 from rankloom.parallel.gradients.bucket import Bucket
 from rankloom.parallel.gradients.embeddings import EmbeddingGradients
+from rankloom.parallel.gradients.unbucketed import UnbucketedGradients
 from rankloom.parallel.replicas.combine_facts import combine_facts
 from rankloom.shard.flat import by_dtype, cut_into_buckets
 from rankloom.world.group import Group
@@ -80,7 +79,7 @@ class GradientReducer:
             raise ConfigError(f"bucket_bytes={bucket_bytes!r}, expected 1 or more; 1 gives each gradient a bucket of its own")
         self._bucket_bytes = bucket_bytes or (ONE_HOST_BYTES if group.one_host and group.device.type == "cpu" else BUCKET_BYTES)
         self._home: dict[str, Bucket] = {}
-        self._arrivals = Arrivals(params)   # gradients that are in no bucket: before buckets exist all, later embeddings sent by rows
+        self._unbucketed = UnbucketedGradients(params)
         self._launched = 0
         self._worker = worker_beside(group) if self.summing.in_python else None
         for name, param in params.items():
@@ -106,7 +105,7 @@ class GradientReducer:
         meant = self.average and not self.syncing   # inside `no_sync` each rank may step on its own
         if meant or self.group.size == 1:
             return
-        unsynced = {*self._arrivals}.union(*(bucket.unsynced for bucket in self.buckets))   # other optimizers' parameters, perhaps
+        unsynced = {*self._unbucketed.arrived}.union(*(bucket.unsynced for bucket in self.buckets))   # maybe by another optimizer
         updated = {id(param) for param in params if param.grad is not None} if unsynced else ()
         name = next((name for name in unsynced if id(self.owners[name]) in updated), None)
         if name is not None:
@@ -123,7 +122,7 @@ class GradientReducer:
 
     def give_back(self) -> None:
         """Free the buckets' memory, if no parameter has a gradient any more (`optimizer.zero_grad()` has run)."""
-        self._arrivals.begin()
+        self._unbucketed.begin_forward()
         if all(owner.grad is None for owner in self.owners.values()):
             for bucket in self.buckets:
                 bucket.close()
@@ -139,7 +138,7 @@ class GradientReducer:
         """
         if not self.buckets and (self.group.size > 1 or self.summing.in_python):
             self._lay_out()
-        self._arrivals.end()
+        self._unbucketed.end_first_step()
         self._launch_what_is_left()
         agreed = self._agree(totals, mark)
         self._wait_for_buckets()
@@ -170,11 +169,7 @@ class GradientReducer:
                 bucket.waiting_for.discard(name)
                 self._launch_full_buckets()
             return
-        # No bucket: see `_arrivals`. Such gradients stay where autograd made them.
-        self._arrivals.note(name, param, owner)
-        if owner is not param:
-            owner.grad = _converted(gradient, owner.dtype) if owner.grad is None else owner.grad.add_(gradient)
-            param.grad = None
+        self._unbucketed.land(name, param, owner, gradient)
 
     def _launch_full_buckets(self) -> None:
         # In bucket order, in whatever order gradients arrive on this rank: collectives must match.
@@ -241,7 +236,7 @@ class GradientReducer:
         self._none_unsynced()
 
     def _none_unsynced(self) -> None:
-        self._arrivals.clear()
+        self._unbucketed.arrived.clear()
         for bucket in self.buckets:
             bucket.unsynced.clear()
 
@@ -249,11 +244,12 @@ class GradientReducer:
         """Lay parameters and gradients out in buckets, in the order in which gradients arrived on rank 0."""
         names = list(self.owners)
         number_of = {name: number for number, name in enumerate(names)}
-        without_gradient = [name for name in reversed(names) if name not in self._arrivals]
-        mine = [number_of[name] for name in (*self._arrivals, *without_gradient)]
-        message = torch.tensor([*mine, len(self._arrivals), self._arrivals.digest()], device="cpu")
+        with_gradient = self._unbucketed.arrived
+        without_gradient = [name for name in reversed(names) if name not in with_gradient]
+        mine = [number_of[name] for name in (*with_gradient, *without_gradient)]
+        message = torch.tensor([*mine, len(with_gradient), self._unbucketed.digest_of_writes()], device="cpu")
         *order, arrived, digest = self.group.broadcast(message, label="order of gradients").tolist()
-        self._arrivals.expect_alike(digest, self.group)
+        self._unbucketed.expect_same_writes(digest, self.group)
         ordered = [names[number] for number in order]
         # Parameters without a gradient get buckets of their own: they would hold up the others in every step.
         for part in (ordered[:arrived], ordered[arrived:]):
@@ -266,9 +262,3 @@ class GradientReducer:
         bucket = Bucket({name: self.owners[name] for name in names}, group, self.summing)
         self.buckets.append(bucket)
         self._home |= dict.fromkeys(names, bucket)
-
-
-def _converted(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    if gradient.layout is not torch.strided or gradient.dtype is dtype:
-        return gradient.to(dtype)
-    return copy_into(torch.empty_like(gradient, dtype=dtype), gradient)

@@ -1,4 +1,4 @@
-"""The order in which gradients arrive, recorded in the first backward; and a check that the first forward did not write a parameter."""
+"""A check, in the first step, that no forward writes a parameter that is trained: the write would be lost, or ranks would part."""
 
 from collections.abc import Mapping
 from zlib import crc32
@@ -13,32 +13,26 @@ from rankloom.world.group import Group
 BEFORE = "Where that gives first values by a batch, run one through the plain model before it is wrapped: all ranks get those of rank 0"
 
 
-class Arrivals(dict[str, None]):
-    """Names of parameters, in the order in which their gradients arrived. In the first step also: which of them the forward wrote.
+class ForwardWrites:
+    """Which parameters the forwards of the first step have written, by autograd's version counters.
 
     A forward that initialises a parameter from the rows it sees (ActNorm) writes other values on each rank, which is an error. One that
     writes the same on all ranks (it normalises a weight) is fine.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter]):
-        super().__init__()
         self._params = dict(params)
         self._versions: dict[str, int] = {}
 
-    def begin(self) -> None:
-        """Before a forward: note the versions of the parameters."""
-        if self or not self._versions:   # otherwise no optimizer can have stepped since the last call
+    def begin(self, *, may_have_stepped: bool) -> None:
+        """Before a forward: note the versions, if there are none yet, or an optimizer may have written since."""
+        if may_have_stepped or not self._versions:
             self._versions = {name: param._version for name, param in self._params.items()}
 
-    def note(self, name: str, param: Tensor, owner: Tensor) -> None:
-        """A gradient has arrived. Raises UnitError when the forward changed `param` and not `owner`, which the optimizer updates."""
-        self.setdefault(name)
+    def expect_kept(self, name: str, param: Tensor, owner: Tensor) -> None:
+        """Raise UnitError when the forward changed `param` and not `owner`, which the optimizer updates."""
         if self._versions and self._versions[name] != param._version and owner is not param and not torch.equal(param, owner.to(param)):
-            raise UnitError(f"{self._told(name)}, and what is trained is a copy in {owner.dtype}: it would be lost. {BEFORE}")
-
-    def end(self) -> None:
-        """End the check: the first step is over."""
-        self._params, self._versions = {}, {}
+            raise UnitError(f"{_told(name)}, and what is trained is a copy in {owner.dtype}: it would be lost. {BEFORE}")
 
     def _written(self) -> dict[str, Tensor]:
         """Parameters written since the forward began. Loading counts too, but writes the same on all ranks."""
@@ -56,16 +50,19 @@ class Arrivals(dict[str, None]):
 
         first: rank 0's digest
         """
-        problem, root = None, group.ranks[0]
+        problem = None
         if self.digest() != first:
-            told = (f"{self._told(next(iter(written)))}, to other values than on rank {root}" if (written := self._written()) else
-                    f"the forward of rank {root} has written a parameter that is trained, and the one of this rank has not")
-            problem = f"rank {group.world_rank}: {told}: ranks would part. {BEFORE}"
+            problem = f"rank {group.world_rank}: {self._how_it_differs(group.ranks[0])}: ranks would part. {BEFORE}"
         if first:
             group.agree(problem, error=UnitError, label="written by a forward")
         elif problem:
             raise UnitError(problem)
-        self.end()
 
-    def _told(self, name: str) -> str:
-        return f"the forward has written {name}, a parameter that is trained"
+    def _how_it_differs(self, root: int) -> str:
+        if written := self._written():
+            return f"{_told(next(iter(written)))}, to other values than on rank {root}"
+        return f"the forward of rank {root} has written a parameter that is trained, and the one of this rank has not"
+
+
+def _told(name: str) -> str:
+    return f"the forward has written {name}, a parameter that is trained"
