@@ -105,7 +105,7 @@ class GradientReducer:
         meant = self.average and not self.syncing   # inside `no_sync` each rank may step on its own
         if meant or self.group.size == 1:
             return
-        unsynced = {*self._unbucketed.arrived}.union(*(bucket.unsynced for bucket in self.buckets))   # maybe by another optimizer
+        unsynced = {*self._unbucketed.arrived}.union(*(bucket.unsynced for bucket in self.buckets))   # of all optimizers
         updated = {id(param) for param in params if param.grad is not None} if unsynced else ()
         name = next((name for name in unsynced if id(self.owners[name]) in updated), None)
         if name is not None:

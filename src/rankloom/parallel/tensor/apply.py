@@ -29,10 +29,10 @@ from rankloom.parallel.replicas.refused import expect_model_and_group
 from rankloom.parallel.sections.wrapping import repeated_blocks
 from rankloom.parallel.tensor.cut_region import watch_dropout
 from rankloom.parallel.tensor.cutting import Cutting, Site
+from rankloom.parallel.tensor.debug import watch
 from rankloom.parallel.tensor.holding import Holding, held_parameters, sum_partial_gradients
 from rankloom.parallel.tensor.same_function import keep_whole, look_before_first_call
 from rankloom.parallel.tensor.styles import COLUMNS, OWNERS, ROWS, STYLES, is_transposed, out_features
-from rankloom.parallel.tensor.tags import watch
 from rankloom.world.group import Group
 
 _GPT2 = {

@@ -1,9 +1,4 @@
-"""The comparisons of debug mode: a tensor's tag says its layout; `expect_alike` checks that ranks hold what the layout says.
-
-tags.py decides when. Without debug mode no tensor carries a tag, and nothing is compared.
-"""
-
-from dataclasses import dataclass
+"""The comparison of debug mode: do ranks hold what the layout of a tensor says? debug.py decides when to ask."""
 
 import torch
 from torch import Tensor
@@ -11,25 +6,6 @@ from torch import Tensor
 from rankloom.base.errors import CollectiveMismatch
 from rankloom.base.layout import Layout
 from rankloom.world.group import Group
-
-
-@dataclass(slots=True)
-class Tag:
-    """A tensor's layout, what made it, and the version of it that was last compared (tags.py)."""
-
-    layout: Layout
-    name: str
-    compared: int | None = None
-
-
-def tag(x: Tensor, layout: Layout, name: str) -> None:
-    """Note the layout of `x`. name: what made it, for messages"""
-    x.rankloom_tag = Tag(layout, name)   # type: ignore[attr-defined]
-
-
-def tag_of(x: Tensor) -> Tag | None:
-    """The tag of `x`, if it has one."""
-    return getattr(x, "rankloom_tag", None)
 
 
 @torch.no_grad()

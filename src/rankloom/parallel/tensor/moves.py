@@ -15,7 +15,8 @@ from torch.autograd import Function
 from rankloom.base.errors import ConfigError, ShapeMismatch
 from rankloom.base.layout import Layout, Move, collective, conjugate
 from rankloom.base.tensors import version_of
-from rankloom.parallel.tensor.compare import expect_alike, tag, tag_of
+from rankloom.parallel.tensor.compare import expect_alike
+from rankloom.parallel.tensor.tags import tag, tag_of
 from rankloom.world.group import Group
 
 AXIS = "tensor"

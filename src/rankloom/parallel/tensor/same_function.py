@@ -6,7 +6,7 @@ whole and cut, of one block of each kind. When the block is first called, both c
 parameters, of which the cut copy gets this rank's parts. What they return must be equal, up to rounding. And if that call records
 gradients, no module may return a part of its features with parameters that every rank has: each would have one term of their gradient.
 
-The model's own parameters might hide a difference at first: output layers and gates often begin at zero. In debug mode tags.py follows the
+The model's own parameters might hide a difference at first: output layers and gates often begin at zero. In debug mode debug.py follows the
 layouts of all activations, too, and names the first that is wrong: more precise, but blind for a softmax over some of the features. So
 there the copies are called behind the block, and have the last word.
 """
@@ -29,9 +29,9 @@ from rankloom.base.names import is_inside
 from rankloom.base.rng import usual_values
 from rankloom.parallel.sections.wrapping import repeated_blocks, tensors_in
 from rankloom.parallel.tensor.compare import bits, fingerprint
+from rankloom.parallel.tensor.debug import unwatched
 from rankloom.parallel.tensor.holding import holdings
 from rankloom.parallel.tensor.moves import WHOLE, redistribute
-from rankloom.parallel.tensor.tags import unwatched
 from rankloom.world.group import Group
 
 Returned = dict[str, list[Tensor]]   # by module

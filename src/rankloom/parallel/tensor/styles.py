@@ -37,6 +37,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.base.layout import Layout
 from rankloom.base.names import full_name
 from rankloom.parallel.tensor.cutting import Site
+from rankloom.parallel.tensor.debug import unwatched
 from rankloom.parallel.tensor.heads import (
     HeadCount,
     Heads,
@@ -59,7 +60,7 @@ from rankloom.parallel.tensor.layers import (
 )
 from rankloom.parallel.tensor.moves import BY_TOKENS, BY_WIDTH, GRAD_PARTIAL, WHOLE, Entrance, redistribute
 from rankloom.parallel.tensor.overlap import OverlappedColumnLinear, OverlappedRowLinear
-from rankloom.parallel.tensor.tags import Ends, declare, unwatched
+from rankloom.parallel.tensor.tags import Ends, declare
 from rankloom.parallel.tensor.vocabulary import VocabularyOutput, VocabularyShard, look_up_own_rows
 
 
