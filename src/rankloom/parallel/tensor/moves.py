@@ -111,7 +111,8 @@ def claim(x: Tensor, group: Group, label: str) -> None:
         for node in nodes:
             if _gathers_for_split_layers(node):
                 node.unread, seen = False, True   # type: ignore[attr-defined]
-        nodes = [before for node in nodes if not hasattr(node, "way") for before, _ in node.next_functions if before]
+        local = [node for node in nodes if not hasattr(node, "way")]   # those with one exchange activations (overlap.py's, too)
+        nodes = [before for node in local for before, _ in node.next_functions if before]
     if not seen:
         raise ConfigError(f"{group.where(label)} reads a tensor that no sequence_parallel norm has gathered, so its gradient "
                           "would not be summed over the ranks; name the norm before it in the plan")

@@ -5,8 +5,8 @@
     column, backward   the input gradient is computed first; weight gradients are computed while it is all-reduced
 
 The last spans several layers: queries, keys and values each have a backward of their own. Here a layer's backward computes the input
-gradient only, and leaves a note at their common entrance. The entrance's backward runs after all of theirs: it starts the all-reduce, works
-off the notes, and returns the weight gradients, because the weights are inputs of it too.
+gradient only, and leaves the factors of its weight gradient at their common entrance. The entrance's backward runs after all of theirs: it
+starts the all-reduce, multiplies the factors, and returns the weight gradients, because the weights are inputs of it too.
 
 The bytes are those of the plain path, in `pieces` times the messages. Read layers.py and moves.py before this file.
 """
@@ -23,12 +23,12 @@ from rankloom.parallel.tensor.moves import BY_TOKENS, WHOLE, Entrance, expect_ev
 from rankloom.world.group import Group
 
 
-class Note(NamedTuple):
-    """What a layer's backward leaves at the entrance: the factors of its weight gradient."""
+class Product(NamedTuple):
+    """The two factors of a weight gradient that is not computed yet: grad [..., out] and x [..., in] of a layer."""
 
-    at: int        # the layer's place there
-    slope: Tensor  # the gradient of its output
-    x: Tensor      # its input
+    at: int        # the layer's place at the entrance
+    grad: Tensor
+    x: Tensor
 
 
 class OverlappedEntrance(Entrance):
@@ -37,15 +37,15 @@ class OverlappedEntrance(Entrance):
     def __init__(self, group: Group, label: str):
         super().__init__(group, label)
         self.layers: list[OverlappedColumnLinear] = []
-        self.notes: list[Note] = []
+        self.products: list[Product] = []   # left by the layers' backward
 
     def enter(self, x: Tensor) -> Tensor:
-        """`x` as the layers read it; their weights pass through the same node. Each forward has notes of its own."""
+        """`x` as the layers read it; their weights pass through the same node. Each forward has products of its own."""
         if self.group.size == 1:
             return x
-        self.notes = []
+        self.products = []
         expect_alike(x, WHOLE, self.group, f"{self.label}: forward")
-        entered: Tensor = _Enter.apply(x, self, self.notes, *(layer.weight for layer in self.layers))   # type: ignore[no-untyped-call]
+        entered: Tensor = _Enter.apply(x, self, self.products, *(layer.weight for layer in self.layers))   # type: ignore[no-untyped-call]
         return entered
 
 
@@ -67,14 +67,14 @@ class OverlappedColumnLinear(ColumnLinear):
         assert isinstance(self.enter, OverlappedEntrance), "a layer with a place has an entrance"
         entered = self.enter(x)
         x, weight = _cast(entered, self.weight.detach())
-        y: Tensor = _Column.apply(x, weight, self.at, self.enter.notes, self.transposed)   # type: ignore[no-untyped-call]
+        y: Tensor = _Column.apply(x, weight, self.at, self.enter.products, self.transposed)   # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class _Enter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, entrance: OverlappedEntrance, notes: list[Note], *weights: Tensor) -> Tensor:
-        ctx.group, ctx.label, ctx.notes = entrance.group, entrance.label, notes
+    def forward(ctx: Any, x: Tensor, entrance: OverlappedEntrance, products: list[Product], *weights: Tensor) -> Tensor:
+        ctx.group, ctx.label, ctx.products = entrance.group, entrance.label, products
         ctx.transposed = [layer.transposed for layer in entrance.layers]
         ctx.dtypes = [weight.dtype for weight in weights]
         return x.view_as(x)
@@ -86,26 +86,26 @@ class _Enter(Function):
             total = gradient.clone(memory_format=torch.contiguous_format)
             handle = ctx.group.all_reduce(total, label=f"{ctx.label}: backward", async_op=True)
         found: list[Tensor | None] = [None] * len(ctx.transposed)
-        while ctx.notes:
-            at, slope, x = ctx.notes.pop()
+        while ctx.products:
+            at, grad, x = ctx.products.pop()
             if ctx.needs_input_grad[3 + at]:
-                part = _weight_gradient(slope, x, ctx.transposed[at]).to(ctx.dtypes[at])
+                part = _weight_gradient(grad, x, ctx.transposed[at]).to(ctx.dtypes[at])
                 found[at] = part if (before := found[at]) is None else before + part
         return handle and handle.wait(), None, None, *found
 
 
 class _Column(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, at: int, notes: list[Note], transposed: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, at: int, products: list[Product], transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.at, ctx.notes, ctx.transposed = at, notes, transposed
+        ctx.at, ctx.products, ctx.transposed = at, products, transposed
         return product(x, weight, None, transposed)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.notes.append(Note(ctx.at, slope, x))
-        return _input_gradient(slope, weight, ctx.transposed), None, None, None, None
+        ctx.products.append(Product(ctx.at, grad, x))
+        return _input_gradient(grad, weight, ctx.transposed), None, None, None, None
 
 
 class OverlappedRowLinear(RowLinear):
@@ -130,45 +130,45 @@ class OverlappedRowLinear(RowLinear):
 
 class _Row(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, way: OverlappedRowLinear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: OverlappedRowLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.way = way
-        group, multiply = way.group, lambda part: product(part, weight, None, way.transposed)
-        if way.out != BY_TOKENS:   # each piece is all-reduced while the next is multiplied
+        ctx.layer, ctx.way = layer, None   # `claim` in moves.py looks no further back than to a node with a `way`
+        group, multiply = layer.group, lambda part: product(part, weight, None, layer.transposed)
+        if layer.out != BY_TOKENS:   # each piece is all-reduced while the next is multiplied
             tokens = _rows(x)
-            terms = (multiply(part) for part in tokens.tensor_split(min(way.pieces, max(len(tokens), 1))))
-            handles = [group.all_reduce(term.clone() if is_watched() else term, label=f"{way.label}: forward", async_op=True)
+            terms = (multiply(part) for part in tokens.tensor_split(min(layer.pieces, max(len(tokens), 1))))
+            handles = [group.all_reduce(term.clone() if is_watched() else term, label=f"{layer.label}: forward", async_op=True)
                        for term in terms]
             rows = torch.cat([handle.wait() for handle in handles])
             return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])   # not a view: models may add to it in place
-        expect_even(x.shape[-2], "tokens", x, group, f"{way.label}: forward")
-        handles = [group.reduce_scatter(multiply(part).contiguous(), label=f"{way.label}: forward", async_op=True)
-                   for part in way.views(x, group.size)]
+        expect_even(x.shape[-2], "tokens", x, group, f"{layer.label}: forward")
+        handles = [group.reduce_scatter(multiply(part).contiguous(), label=f"{layer.label}: forward", async_op=True)
+                   for part in layer.views(x, group.size)]
         return torch.cat([handle.wait()[0] for handle in handles], dim=-2)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        way: OverlappedRowLinear = ctx.way
-        if way.out != BY_TOKENS:
-            return _input_gradient(slope, weight, way.transposed), _weight_gradient(slope, x, way.transposed), None
-        parts = [part.contiguous() for part in way.views(slope, 1)]
-        handles = [way.group.all_gather(part, label=f"{way.label}: backward", async_op=True) for part in parts]
+        layer: OverlappedRowLinear = ctx.layer
+        if layer.out != BY_TOKENS:
+            return _input_gradient(grad, weight, layer.transposed), _weight_gradient(grad, x, layer.transposed), None
+        parts = [part.contiguous() for part in layer.views(grad, 1)]
+        handles = [layer.group.all_gather(part, label=f"{layer.label}: backward", async_op=True) for part in parts]
         grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
-        for handle, x_part, grad_part in zip(handles, way.views(x, way.group.size), way.views(grad_x, way.group.size)):
+        for handle, x_part, grad_part in zip(handles, layer.views(x, layer.group.size), layer.views(grad_x, layer.group.size)):
             came = handle.wait()
-            grad_part.copy_(_input_gradient(came, weight, way.transposed))
-            grad_weight += _weight_gradient(came, x_part, way.transposed)
+            grad_part.copy_(_input_gradient(came, weight, layer.transposed))
+            grad_weight += _weight_gradient(came, x_part, layer.transposed)
         return grad_x, grad_weight, None
 
 
-def _input_gradient(slope: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-    return slope @ (weight.T if transposed else weight)
+def _input_gradient(grad: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    return grad @ (weight.T if transposed else weight)
 
 
-def _weight_gradient(slope: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    slope, x = _rows(slope), _rows(x)
-    return x.T @ slope if transposed else slope.T @ x
+def _weight_gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    grad, x = _rows(grad), _rows(x)
+    return x.T @ grad if transposed else grad.T @ x
 
 
 def _rows(x: Tensor) -> Tensor:
