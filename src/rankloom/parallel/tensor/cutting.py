@@ -1,6 +1,7 @@
 """A model that is being cut over ranks, and one module of it: what the words of a plan (styles.py) work on."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
@@ -15,6 +16,14 @@ from rankloom.parallel.tensor.tags import Ends, declare
 from rankloom.world.group import Group
 
 
+class Cut(NamedTuple):
+    """A parameter that was cut, which stays alive as long as its id is a key, and this rank's part of it."""
+
+    whole: nn.Parameter
+    part: nn.Parameter
+    holding: Holding
+
+
 @dataclass
 class Cutting:
     """A model that is being cut: what the steps of the cut share."""
@@ -24,9 +33,9 @@ class Cutting:
     words: dict[str, str]              # module name -> word
     features: dict[str, int]           # of the linear layers that are cut by output features, before the cut
     pieces: int = 1                    # of a row-cut product (`overlap`)
-    new: dict[int, tuple[nn.Parameter, nn.Parameter, Holding]] = field(default_factory=dict)   # id -> whole, part, how: ties are kept
-    entrances: dict[str, Entrance] = field(default_factory=dict)
-    heads: dict[str, list[HeadCount]] = field(default_factory=dict)                            # attention -> of queries, keys, values
+    cuts: dict[int, Cut] = field(default_factory=dict)                  # id of the whole parameter -> how it was cut: ties are kept
+    entrances: dict[str, Entrance] = field(default_factory=dict)        # module -> that of its column-cut layers
+    heads: dict[str, list[HeadCount]] = field(default_factory=dict)     # attention -> of queries, keys, values
 
     @property
     def sequence(self) -> bool:
@@ -48,18 +57,17 @@ class Cutting:
         if not isinstance(param, nn.Parameter):
             raise ConfigError(f"{self._place_of(source)}: its {name} is computed from other parameters (weight_norm, a parametrization), "
                               "and they would be lost; make it a parameter again, or leave it out of the plan")
-        if id(param) in self.new:
-            _, part, before = self.new[id(param)]
-            if before != holding:
-                raise ConfigError(f"a tied parameter of shape {tuple(param.shape)} would be cut in two ways, along dims {before.dim} and "
-                                  f"{holding.dim}; give its owners embedding_rowwise and colwise_rep")
-            return part
+        if (before := self.cuts.get(id(param))) is not None:
+            if before.holding != holding:
+                raise ConfigError(f"a tied parameter of shape {tuple(param.shape)} would be cut in two ways, along dims "
+                                  f"{before.holding.dim} and {holding.dim}; give its owners embedding_rowwise and colwise_rep")
+            return before.part
         if is_hooked(param):
             raise ConfigError(f"{self._place_of(source)}: its {name} has hooks, which would be lost: each rank gets a part; put them on "
                               "that afterwards")
         part = nn.Parameter(holding.cut(param.detach(), self.group.rank), requires_grad=param.requires_grad)
         copy_user_attributes(part, param)
-        self.new[id(param)] = (param, part, holding)
+        self.cuts[id(param)] = Cut(param, part, holding)
         return part
 
     def _place_of(self, source: nn.Module) -> str:
@@ -78,7 +86,7 @@ class Cutting:
     def expect_ties(self) -> None:
         """After all cuts: raise ConfigError where a parameter that was cut is still whole in a module that is tied to it."""
         for name, param in self.model.named_parameters():
-            if id(param) in self.new:
+            if id(param) in self.cuts:
                 raise ConfigError(f"{name} is tied to a parameter that the plan cuts, and would stay whole, a parameter of its own; "
                                   "name its module in the plan too, or delete that name of it first, if no forward reads it there")
 
