@@ -12,7 +12,7 @@ and gradients.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from types import NoneType
 
@@ -86,9 +86,8 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     cutting.expect_ties()
     cutting.tell_attention()
     note_axis(model, "tensor", group)
-    modules = dict(model.named_modules(remove_duplicate=False))   # of some the plan names parameters
-    columns, rows = ([name for name, word in words.items() if word in kind and name in modules] for kind in (COLUMNS, ROWS))
-    watch_dropout(model, columns, rows, {name: queries.here for name, (queries, *_) in cutting.heads.items()}, group)
+    heads = {name: queries.here for name, (queries, *_) in cutting.heads.items()}
+    watch_dropout(model, _modules_with(COLUMNS, model, words), _modules_with(ROWS, model, words), heads, group)
     look_before_first_call(model, whole, group, cutting.stream)
     if group.size > 1:
         watch_parameters = partial(_watch_parameters, group=group, finish=finish_gradients)
@@ -97,6 +96,12 @@ def tensor_parallel(model: nn.Module, plan: Mapping[str, str] | None, group: Gro
     if group.debug and group.size > 1:
         watch(model, group)
     return model
+
+
+def _modules_with(kinds: Collection[str], model: nn.Module, words: Mapping[str, str]) -> list[str]:
+    """Names of the modules with a word of these kinds: a plan names parameters, too."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return [name for name, word in words.items() if word in kinds and name in modules]
 
 
 def expect_overlap(name: str, pieces: int) -> None:
@@ -150,9 +155,13 @@ def _with_whole_names(model: nn.Module, plan: Mapping[str, str]) -> Mapping[str,
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix or not isinstance(getattr(model, prefix, None), nn.Module):
         return plan
-    inside = {f"{prefix}.{pattern}": word for pattern, word in plan.items()}
-    return {whole if not _found(model, pattern, plan) and _found(model, whole, inside) else pattern: word
-            for (pattern, word), whole in zip(plan.items(), inside)}
+    with_prefix = {f"{prefix}.{pattern}": word for pattern, word in plan.items()}
+
+    def name_here(pattern: str) -> str:
+        whole = f"{prefix}.{pattern}"
+        return whole if not _found(model, pattern, plan) and _found(model, whole, with_prefix) else pattern
+
+    return {name_here(pattern): word for pattern, word in plan.items()}
 
 
 def _found(model: nn.Module, pattern: str, plan: Mapping[str, str]) -> list[str]:

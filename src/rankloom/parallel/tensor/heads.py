@@ -79,9 +79,13 @@ class Heads:
                               f"of width {self.width}")
         queries, _ = self.spans(self.query * self.width, ranks)
         keys, is_partial = self.spans(each * self.width, ranks)
-        starts = (0, self.query * self.width, (self.query + each) * self.width)
-        return tuple(tuple(Span(start + at, stop + at) for ((start, stop),), at in zip(parts, starts))
-                     for parts in zip(queries, keys, keys)), is_partial
+        starts = (0, self.query * self.width, (self.query + each) * self.width)   # of queries, keys and values in the layer
+
+        def shifted(spans: tuple[Span, ...], by: int) -> Span:
+            (own,) = spans
+            return Span(own.start + by, own.stop + by)
+
+        return tuple(tuple(map(shifted, matrices, starts)) for matrices in zip(queries, keys, keys)), is_partial
 
     def _expect_queries_divide(self, ranks: int) -> None:
         if self.query % ranks:

@@ -8,6 +8,7 @@ elements and whether the gradient is partial.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -48,7 +49,10 @@ class Holding:
 
         at: which span of the part; fused queries, keys and values are three, of which ranks may share two
         """
-        return tuple(range(ranks)) if self.dim is None else tuple(r for r, own in enumerate(self.spans) if own[at] == self.spans[rank][at])
+        if self.dim is None:
+            return tuple(range(ranks))
+        mine = self.spans[rank][at]
+        return tuple(other for other, spans in enumerate(self.spans) if spans[at] == mine)
 
     def views_with_sharers(self, part: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, tuple[int, ...]]]:
         """The part of `rank` in views, each with the ranks that hold the same elements."""
@@ -98,7 +102,8 @@ class Holding:
             here = Span(max(first, at), min(last, at + stop - start))
             if here.start < here.stop:
                 there = Span(here.start + start - at, here.stop + start - at)
-                yield tuple((*box[:self.dim], span, *box[self.dim + 1:]) for span in (here, there))   # type: ignore[misc]
+                before, behind = box[:self.dim], box[self.dim + 1:]
+                yield (*before, here, *behind), (*before, there, *behind)
             at += stop - start
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -125,9 +130,13 @@ def cut_each(lengths: Sequence[int], ranks: int) -> Spans:
     for length in lengths:
         if length % ranks:
             raise ShapeMismatch(f"{length} does not divide by {ranks} ranks")
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return tuple(tuple(Span(start + rank * (n // ranks), start + (rank + 1) * (n // ranks)) for start, n in zip(starts, lengths))
-                 for rank in range(ranks))
+    starts = list(accumulate(lengths, initial=0))
+
+    def part(rank: int, start: int, length: int) -> Span:
+        each = length // ranks
+        return Span(start + rank * each, start + (rank + 1) * each)
+
+    return tuple(tuple(part(rank, start, length) for start, length in zip(starts, lengths)) for rank in range(ranks))
 
 
 def cut_evenly(length: int, ranks: int, what: str, *, parts: int = 1) -> Spans:
@@ -160,7 +169,8 @@ def cut_shared(units: int, width: int, ranks: int) -> Spans:
     >>> cut_shared(units=2, width=8, ranks=4)[1:3]
     ((Span(start=0, stop=8),), (Span(start=8, stop=16),))
     """
-    return tuple((Span(rank * units // ranks * width, (rank * units // ranks + 1) * width),) for rank in range(ranks))
+    unit_of = [rank * units // ranks for rank in range(ranks)]
+    return tuple((Span(unit * width, (unit + 1) * width),) for unit in unit_of)
 
 
 # ------------------------------------------------------------------ of a model
@@ -201,11 +211,11 @@ def sum_partial_gradients(gradients: Iterable[tuple[str, Tensor]], held: Mapping
     sent: 2n(p-1)/p elements of the former; n elements of the latter to each rank that shares them
     """
     parts: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
-    partial = ((held[name], gradient) for name, gradient in gradients if name in held and held[name].grad_partial)
-    views = (each for holding, gradient in partial for each in holding.views_with_sharers(gradient, group.rank, group.size))
-    for view, sharers in views:
-        if len(sharers) > 1:   # not of queries that are fused with shared keys and values: this rank has their whole gradient
-            parts.setdefault((sharers, view.dtype), []).append(view)
+    partial = [(held[name], gradient) for name, gradient in gradients if name in held and held[name].grad_partial]
+    for holding, gradient in partial:
+        for view, sharers in holding.views_with_sharers(gradient, group.rank, group.size):
+            if len(sharers) > 1:   # not of queries that are fused with shared keys and values: this rank has their whole gradient
+                parts.setdefault((sharers, view.dtype), []).append(view)
     for (sharers, _), tensors in parts.items():
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         total = _sum_among(flat, sharers, group)
