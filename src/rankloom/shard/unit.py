@@ -100,30 +100,45 @@ class Unit:
         self.name, self.params, self.group, self.formats, self.host = name, dict(params), group, formats, host
         itemsize = min(formats.compute.itemsize, formats.master.itemsize)
         self.layout = lay_out({name: param.shape for name, param in params.items()}, itemsize, group.size)
-        whole, common = group.common_buffer(self.layout.total, formats.compute)
-        may_be_inside = host is None and formats.compute == formats.master   # the slice, inside of the whole
-        keep = keep or (may_be_inside and group.size == 1)                   # then they are the same: nothing to free
-        self.residence = Residence.COMMON if common else Residence.KEPT if keep else Residence.FREED
-        frames = frames or Frames(group.device)
-        stays = Standing(whole) if self.stays else None
-        del whole   # free it before other memory is allocated
-        self.window: Window = stays or frames.window(self.layout.total, formats.compute)
-        self.window.open()
-        self.state = State.GATHERED
         self._pending: Callable[[], object] | None = None   # waits for the gather in flight
         self._counts = Counts()
         self._near: NearSlice | None = None
+        self._open_whole(keep, frames or Frames(group.device))
         note_unit(self.params, formats.compute, group.world_rank, name)
         if fill is not None:
             self.release()   # it has no values yet
-        is_inside = self.stays and may_be_inside
-        self.own = self._span() if is_inside else self._new_slice()
+        self.own = self._span() if self._slice_is_inside else self._new_slice()
         self._take_over(fill)
-        # Otherwise `own` is a view of `whole`, and a write to a parameter reaches the slice.
-        if self.stays and (self.common or not is_inside):
+        self._watch_copies()
+        self.publish()
+
+    def _open_whole(self, keep: bool, frames: Frames) -> None:
+        """-> GATHERED, with arbitrary values: choose where the whole resides. A collective: ranks that share memory map one whole."""
+        lent, is_common = self.group.common_buffer(self.layout.total, self.formats.compute)
+        is_its_slice = self._may_hold_slice and self.group.size == 1   # then there is nothing to free
+        kept = Residence.KEPT if keep or is_its_slice else Residence.FREED
+        self.residence = Residence.COMMON if is_common else kept
+        stays = Standing(lent) if self.stays else None
+        del lent   # free it before other memory is allocated
+        self.window: Window = stays or frames.window(self.layout.total, self.formats.compute)
+        self.window.open()
+        self.state = State.GATHERED
+
+    @property
+    def _may_hold_slice(self) -> bool:
+        """Whether the slice could lie inside of the whole: on the same device, in the same dtype."""
+        return self.host is None and self.formats.compute == self.formats.master
+
+    @property
+    def _slice_is_inside(self) -> bool:
+        """Whether the slice is a view of this rank's span of the whole."""
+        return self.stays and self._may_hold_slice
+
+    def _watch_copies(self) -> None:
+        """Where a write to a parameter does not reach this rank's slice, or reaches those of others, count it."""
+        if self.stays and (self.common or not self._slice_is_inside):
             for param in self.params.values():
                 watch(param)
-        self.publish()
 
     def _new_slice(self) -> Tensor:
         """Zeros for this rank's slice, in memory of its own."""
