@@ -89,25 +89,32 @@ def state_entries(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], piec
 
     raises:  ConfigError, ModelMismatch, on all ranks
     """
-    names, held = {id(owner): name for name, owner in owners.items()}, optimizer.state
+    names, state = {id(owner): name for name, owner in owners.items()}, optimizer.state
     inventories = _exchange_inventories(optimizer, owners, pieces, group)
     _expect_one_whole(inventories, pieces, group)
-    entries = []
+    entries: list[Entry] = []
     for name in (names[id(owner)] for param_group in optimizer.param_groups for owner in param_group["params"]):
-        holders = _holders(inventories, name)
-        spans = {at: (inventory.start, inventory.stop) for at, inventory in holders.items()}
-        mine = held[owners[name]] if group.rank in holders else {}
-        for key, first in holders[min(holders)].values.items() if holders else ():
-            entry = f"{name}{SEPARATOR}{key}"
-            if first.kind is None:
-                entries.append(Entry(entry, None, torch.Size(), partial(copy, first.value)))
-                continue
-            is_cut = all(inventory.values[key].fits for inventory in holders.values())
-            dtype, shape = getattr(torch, first.kind), pieces[name].shape if is_cut else torch.Size(first.shape or ())
-            sent = spans if is_cut else {min(holders): (0, shape.numel())}
-            get = partial(join_pieces, mine.get(key), sent, dtype, shape, group, rank=rank, label=f"optimizer state {key} of {name}")
-            entries.append(Entry(entry, dtype, shape, get))
+        if holders := _holders(inventories, name):
+            mine = state[owners[name]] if group.rank in holders else {}
+            entries += _entries_of(pieces[name], holders, mine, group, rank)
     return entries
+
+
+def _entries_of(piece: OwnedRun, holders: dict[int, StateInventory], mine: Mapping[str, Any], group: Group,
+                rank: int | None) -> Iterator[Entry]:
+    """The values of one parameter. holders: as `_holders` returns them   mine: this rank's state of it"""
+    spans = {at: (inventory.start, inventory.stop) for at, inventory in holders.items()}
+    first_rank = min(holders)
+    for key, first in holders[first_rank].values.items():
+        entry = f"{piece.name}{SEPARATOR}{key}"
+        if first.kind is None:
+            yield Entry(entry, None, torch.Size(), partial(copy, first.value))
+            continue
+        is_cut = all(inventory.values[key].fits for inventory in holders.values())
+        dtype, shape = getattr(torch, first.kind), piece.shape if is_cut else torch.Size(first.shape or ())
+        sent = spans if is_cut else {first_rank: (0, shape.numel())}
+        label = f"optimizer state {key} of {piece.name}"
+        yield Entry(entry, dtype, shape, partial(join_pieces, mine.get(key), sent, dtype, shape, group, rank=rank, label=label))
 
 
 def whole_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter],
@@ -209,19 +216,28 @@ def load_optimizer_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter
     """
     if problem := misfit(optimizer, owners, pieces, full_state):
         raise ModelMismatch(f"rank {rank}: {problem}")
-    state, names = full_state["state"], {id(owner): name for name, owner in owners.items()}
     for ours, saved in zip(optimizer.param_groups, full_state["param_groups"]):
         ours.update({key: _like(ours.get(key), _copied(value)) for key, value in saved.items() if key not in KEPT_AS_BUILT})
-    counters = counter_keys(state, pieces)
+    counters = counter_keys(full_state["state"], pieces)
     for one in optimizers_of(optimizer):
         one.state.clear()
         if isinstance(one, torch.optim.Optimizer):   # as torch's own loading does: AdamW sets right what Adam's settings say of its decay
             one.__setstate__({"state": one.state, "param_groups": one.param_groups})
-        for name, owner, settings in [(names[id(owner)], owner, ours) for ours in one.param_groups for owner in ours["params"]]:
-            if name in state and not pieces[name].is_empty:
-                own = {key: cut_state(value, pieces[name], owner, is_counter=key in counters) for key, value in state[name].items()}
-                own |= {key: read(name, key, value) for key, value in own.items() if read is not None and isinstance(value, Tensor)}
-                one.state[owner] = {key: _place(value, owner, settings, one, is_counter=key in counters) for key, value in own.items()}
+        _fill_state(one, owners, pieces, full_state["state"], counters, read)
+
+
+def _fill_state(optimizer: torch.optim.Optimizer, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun],
+                whole: Mapping[str, Mapping[str, Any]], counters: set[str], read: Read | None) -> None:
+    """Give an optimizer this rank's pieces of the state. whole: by parameter and key   read: see `load_optimizer_state`"""
+    names = {id(owner): name for name, owner in owners.items()}
+    for settings, owner in [(param_group, owner) for param_group in optimizer.param_groups for owner in param_group["params"]]:
+        name = names[id(owner)]
+        if name not in whole or pieces[name].is_empty:
+            continue
+        own = {key: cut_state(value, pieces[name], owner, is_counter=key in counters) for key, value in whole[name].items()}
+        if read is not None:
+            own |= {key: read(name, key, value) for key, value in own.items() if isinstance(value, Tensor)}
+        optimizer.state[owner] = {key: _place(value, owner, settings, optimizer, is_counter=key in counters) for key, value in own.items()}
 
 
 def _place(value: Any, owner: nn.Parameter, settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, *, is_counter: bool) -> Any:
