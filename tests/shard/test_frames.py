@@ -114,8 +114,8 @@ def test_a_window_that_nobody_has_any_more_leaves_its_spare_frames_to_the_others
 
 @LINUX
 def test_where_the_kernel_moves_nothing_pages_are_given_back(monkeypatch):
-    _, advise = module._calls()
-    monkeypatch.setattr(module, "_calls", lambda: ((lambda *_: -1), advise))
+    _, advise = module._mremap_and_madvise()
+    monkeypatch.setattr(module, "_mremap_and_madvise", lambda: ((lambda *_: -1), advise))
     frames = Frames("cpu")
     one, other = frames.window(LARGE, torch.float32), frames.window(LARGE, torch.float32)
     one.open()

@@ -15,7 +15,7 @@ from rankloom.world.group import Group
 TAG = 1 << 30   # of all messages of this folder (and the next, of the second of two trees): a `recv` of the user's would get one of tag 0
 
 Arrival = Callable[[], Tensor]
-"""Waits, and returns what has arrived: [p, ...], in rank order."""
+"""Waits, and returns what has arrived: a sum, or of the functions here [p, ...], in rank order."""
 
 
 def start_all_to_all(x: Tensor, group: Group, *, label: str) -> Arrival:

@@ -137,7 +137,7 @@ class Frames:
 
     def window(self, n: int, dtype: torch.dtype) -> Window:
         """A window of `n` elements, closed."""
-        if has_allocator(self._device) or n * dtype.itemsize < FRAME or _calls() is None:
+        if has_allocator(self._device) or n * dtype.itemsize < FRAME or _mremap_and_madvise() is None:
             return _Resized(n, dtype, self._device)
         return _Moving(n, dtype, self._spare)
 
@@ -174,7 +174,7 @@ class _Moving(Window):
 
 def _move(frame: int, to: int) -> None:
     """Move the pages of a frame to another address; where that fails, give them back to the system."""
-    calls = _calls()
+    calls = _mremap_and_madvise()
     assert calls is not None, "windows with frames need Linux"
     remap, advise = calls
     if remap(frame, FRAME, FRAME, MAY_MOVE | TO_ADDRESS | KEEP_MAPPED, to) != to:
@@ -182,10 +182,12 @@ def _move(frame: int, to: int) -> None:
 
 
 @cache
-def _calls() -> tuple[Callable[..., int], Callable[..., int]] | None:
+def _mremap_and_madvise() -> tuple[Callable[..., int], Callable[..., int]] | None:
+    """The two system calls, as functions of libc; None on other systems than Linux."""
     if sys.platform != "linux":
         return None
     remap, advise = (getattr(ctypes.CDLL(None), name) for name in ("mremap", "madvise"))
-    remap.argtypes, remap.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    remap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    remap.restype = ctypes.c_void_p
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return remap, advise

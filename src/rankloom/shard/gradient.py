@@ -10,7 +10,7 @@ unit keeps its own; at stages 2 and 3, units of one size take turns with two. On
 so that its activations can use the memory. Read shard/unit.py before this file.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Set
 from enum import Enum
 
@@ -34,25 +34,28 @@ class BufferPool:
     """
 
     def __init__(self, units: Iterable[Unit], frames: Frames):
-        units, self.frames = list(units), frames
-        users, one_of = Counter(map(size_of, units)), {size_of(unit): unit for unit in units}
-        self._free = {size: [self._buffer_for(one_of[size]) for _ in range(min(IN_TURN, users[size]))] for size in users}
+        self.frames = frames
+        self._free: dict[tuple[int, torch.dtype], list[Window]] = {}   # by elements and dtype
         self._flying: deque[Gradient] = deque()
+        for unit in units:
+            free = self._free.setdefault(elements_and_dtype(unit), [])
+            if len(free) < IN_TURN:
+                free.append(self._buffer_for(unit))
 
     def lend(self, unit: Unit) -> Window:
         """A buffer for the whole gradient of `unit`; waits for a reduction in flight when all are in use."""
-        size = size_of(unit)
-        free = self._free[size]
-        while not free and (flying := next((g for g in self._flying if size_of(g.unit) == size), None)):
+        wanted = elements_and_dtype(unit)
+        free = self._free[wanted]
+        while not free and (flying := next((g for g in self._flying if elements_and_dtype(g.unit) == wanted), None)):
             flying.finish()
-        buffer = free.pop() if free else self.frames.window(*size)
+        buffer = free.pop() if free else self.frames.window(*wanted)
         buffer.open()
         return buffer
 
     def give_back(self, unit: Unit, buffer: Window) -> None:
         """The buffer may be lent again."""
         buffer.close()
-        self._free[size_of(unit)].append(buffer)
+        self._free[elements_and_dtype(unit)].append(buffer)
 
     def depart(self, gradient: "Gradient") -> None:
         """Its reduction has started; advance those that started before it."""
@@ -76,11 +79,12 @@ class BufferPool:
         return sum(buffer.held for free in self._free.values() for buffer in free)
 
     def _buffer_for(self, unit: Unit) -> Window:
-        return Standing(unit.group.buffer(*size_of(unit))) if unit.group.lends_memory else self.frames.window(*size_of(unit))
+        wanted = elements_and_dtype(unit)
+        return Standing(unit.group.buffer(*wanted)) if unit.group.lends_memory else self.frames.window(*wanted)
 
 
-def size_of(unit: Unit) -> tuple[int, torch.dtype]:
-    """Elements and dtype of a unit's whole gradient."""
+def elements_and_dtype(unit: Unit) -> tuple[int, torch.dtype]:
+    """Those of a unit's whole gradient."""
     return unit.layout.total, unit.formats.reduce
 
 
@@ -320,8 +324,9 @@ class Gradient:
     def _open_slice(self) -> Tensor:
         if not self._slice_is_in_whole:
             own, host = self.unit.own, self.unit.host
-            self._slice_memory = self._slice_memory or (Standing(host.empty(own.numel(), own.dtype)) if host else between_steps(
-                own.numel(), own.dtype, own.device))
+            if self._slice_memory is None:
+                on_host = host and Standing(host.empty(own.numel(), own.dtype))
+                self._slice_memory = on_host or between_steps(own.numel(), own.dtype, own.device)
             self._slice_memory.open()
         assert self.slice is not None, f"{self._label}: nowhere to put the sum"
         return self.slice

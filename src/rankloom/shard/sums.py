@@ -14,12 +14,10 @@ from torch import Tensor
 
 from rankloom.base.cost import Bill, all_reduce_bill, scatter_bill
 from rankloom.comm.compress import Summing
+from rankloom.comm.messages import Arrival
 from rankloom.comm.worker import start_beside, worker_beside
 from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
-
-Arrival = Callable[[], Tensor]
-"""Waits for a sum, and returns it."""
 
 
 class UnitSums:

@@ -17,7 +17,7 @@ from rankloom.base.errors import CollectiveTimeout, UnitError
 from rankloom.parallel.replicas.known_parameters import LOAD
 from rankloom.parallel.sections.wrapping import tensors_in
 from rankloom.shard.frames import Frames, Standing, Window, between_steps
-from rankloom.shard.gradient import BufferPool, Gradient, size_of
+from rankloom.shard.gradient import BufferPool, Gradient, elements_and_dtype
 from rankloom.shard.sums import UnitSums
 from rankloom.shard.unit import State, Unit
 from rankloom.world.group import Group
@@ -233,7 +233,7 @@ def make_gradients(sections: Sequence[Section], sums_of: Callable[[Unit], UnitSu
 def _one_buffer_each(units: Sequence[Unit]) -> dict[Unit, Window]:
     """Memory for the whole gradient of each unit. Where the group lends it, units of one dtype share a buffer: it lends only a few."""
     if not any(unit.group.lends_memory for unit in units):
-        return {unit: between_steps(*size_of(unit), unit.group.device) for unit in units}
+        return {unit: between_steps(*elements_and_dtype(unit), unit.group.device) for unit in units}
     found: dict[Unit, Window] = {}
     for dtype in dict.fromkeys(unit.formats.reduce for unit in units):
         alike = [unit for unit in units if unit.formats.reduce == dtype]
