@@ -132,11 +132,17 @@ class BufferKeeper:
         return {name: seen.buffer for name, seen in now.items() if name not in self._always and _same(self._before.get(name), seen)}
 
     def _seen(self) -> dict[str, Seen]:
+        """The buffers as they are now, by name."""
         # Batch norm's kernels do not bump the versions of its statistics; but its number of batches, beside them, is bumped.
-        versions = {id(b): sum(version_of(other) for other in module.buffers(recurse=False))
-                    for module in self.model.modules() if module._buffers for b in module.buffers(recurse=False)}
+        versions: dict[int, int] = {}   # id of a buffer -> writes to all buffers of its module
+        for module in self.model.modules():
+            if module._buffers:
+                buffers = list(module.buffers(recurse=False))
+                versions |= dict.fromkeys(map(id, buffers), sum(map(version_of, buffers)))
+        if not versions:
+            return {}
         return {name: Seen(buffer, versions[id(buffer)], memory_address(buffer)) for name, buffer in self.model.named_buffers()
-                if buffer.layout is torch.strided} if versions else {}
+                if buffer.layout is torch.strided}
 
 
 def _same(before: Seen | None, now: Seen | None) -> bool:

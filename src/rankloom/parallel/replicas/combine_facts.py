@@ -1,6 +1,7 @@
 """Combine small facts of all ranks at the end of a step: in one message, or in two where many flags would make that large."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,15 @@ from rankloom.world.group import Group
 APART = 64 << 10   # bytes that a rank receives for flags in the one message; more take longer on a slow link than a second message
 
 
-def combine_facts(facts: Sequence[float], flags: list[bool], totals: Tensor | None,
-                  group: Group) -> tuple[list[float], list[bool], Tensor | None]:
+class CombinedFacts(NamedTuple):
+    """The facts of all ranks, combined."""
+
+    largest: list[float]     # of each fact
+    flags: list[bool]        # set on any rank
+    totals: Tensor | None    # summed
+
+
+def combine_facts(facts: Sequence[float], flags: list[bool], totals: Tensor | None, group: Group) -> CombinedFacts:
     """The largest of each fact over the ranks, which flags are set on any rank, and the sum of the totals (fp64), if there are any.
 
     By all-gather, not all-reduce: for a message this small only hops count, and it takes half as many. It grows with the ranks, so
@@ -33,4 +41,4 @@ def combine_facts(facts: Sequence[float], flags: list[bool], totals: Tensor | No
         totals = gathered[:, count:].sum(0)
     elif totals is not None:   # copying totals from a GPU would synchronise, so they are summed there, in a message of their own
         totals = group.all_reduce(totals, label="totals")
-    return largest[:len(facts)], [bool(flag) for flag in found], totals
+    return CombinedFacts(largest[:len(facts)], [bool(flag) for flag in found], totals)

@@ -57,7 +57,7 @@ class Updates:
             yield
             stepped = self._any
         if any(unit.common for unit in self.sharding.units):
-            _, (stepped,), _ = combine_facts([], [stepped], None, self.sharding.group)
+            (stepped,) = combine_facts([], [stepped], None, self.sharding.group).flags
         if stepped:
             self.sharding.publish()
 
