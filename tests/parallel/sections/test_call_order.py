@@ -134,16 +134,16 @@ def test_backward_reaches_the_calls_of_a_section_from_the_last_to_the_first():
     calls = Calls()
     for section in (a, b, a):
         calls.note(section)
-    a.calls = 1   # as it is when the backward of its second call begins
+    a.pending = 1   # as it is when the backward of its second call begins
     assert calls.before(a, 1) == [b]
-    a.calls = 0
+    a.pending = 0
     assert calls.before(a, 1) == []
 
 
 def test_a_section_that_was_gathered_in_vain_is_released_once():
     a, b = (Section(name, nn.Module(), []) for name in "ab")
     calls = Calls(ahead={a: None, b: None})
-    assert calls.in_vain([b]) == [a] and calls.in_vain([b]) == [] and calls.in_vain([]) == [b]
+    assert [calls.take_gathered_in_vain(following) for following in ([b], [b], [])] == [[a], [], [b]]
 
 
 def test_a_section_that_awaits_more_gradients_stays_among_those_that_are_over_until_it_is_settled():
@@ -163,7 +163,7 @@ def test_a_backward_after_that_of_a_loss_which_died_is_inside_of_no_other():
     calls, begun = Calls(), []
     x = torch.ones(1, requires_grad=True) * 2
     x.register_hook(lambda gradient: begun.append(calls.begin_backward([])) or (1 / 0 if len(begun) == 1 else None))
-    with pytest.raises(ZeroDivisionError), calls.all_inside_of(x.sum()) as told:
+    with pytest.raises(ZeroDivisionError), calls.noting_backward_of(x.sum()) as told:
         told.backward(retain_graph=True)
     x.sum().backward()
     assert begun == [True, True]

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.parallel.sections.reduction_order import Queue, Reducing
+from rankloom.parallel.sections.reduction_order import Reducing, ReductionQueue
 from rankloom.parallel.sections.section import Section
 
 WIDTH = 4
@@ -76,7 +76,7 @@ def test_slices_are_summed_over_replicas_while_the_next_gradients_arrive():
 def test_replicas_learn_the_order_of_the_first_rank_too_and_once():
     def body(world):
         sections, groups = [Section(name, nn.Module(), []) for name in "abc"], (world.group("shard"), world.group("replicate"))
-        queue = Queue(sections, *groups)
+        queue = ReductionQueue(sections, *groups)
         queue.begin()
         for section in sections if world.rank == 0 else sections[::-1]:
             section.settled = True

@@ -64,12 +64,12 @@ class Calls:
     def before(self, section: Section, ahead: int) -> list[Section]:
         """The sections that backward reaches next. Of several calls of one section, it goes from the last to the first."""
         places = self.places.get(section, [0])
-        at = places[min(section.calls, len(places) - 1)]
+        at = places[min(section.pending, len(places) - 1)]
         return self.order[max(0, at - ahead) : at]
 
     @contextmanager
-    def all_inside_of(self, loss: Tensor) -> Iterator[Tensor]:
-        """Gives a view of the loss to call `backward` on: that is noted before a backward inside of it can come to a section."""
+    def noting_backward_of(self, loss: Tensor) -> Iterator[Tensor]:
+        """Gives a view of the loss to call `backward` on: its number is noted before a backward inside of it can come to a section."""
         told = loss.view_as(loss)   # the loss itself may have such a hook, which torch would call before ours
         told.register_hook(self._note_outermost)
         try:
@@ -95,7 +95,7 @@ class Calls:
     def over(self, section: Section) -> list[Section]:
         """The unfinished sections whose backward is over when that of this one begins."""
         later = self.unfinished[self._after(section):]
-        return [other for other in later if not other.calls and not is_inside(other.name, section.name)]
+        return [other for other in later if not other.pending and not is_inside(other.name, section.name)]
 
     def finish(self, section: Section, released: Iterable[Section]) -> None:
         """The sections that were `over` are released. The settled ones among them are finished, unless one is gathered again."""
@@ -122,7 +122,7 @@ class Calls:
         if section.is_away:
             self.ahead[section] = None
 
-    def in_vain(self, following: Sequence[Section]) -> list[Section]:
+    def take_gathered_in_vain(self, following: Sequence[Section]) -> list[Section]:
         """The sections that were gathered ahead and will not be called next, since the order of calls has changed. Forgets them."""
         found = [section for section in self.ahead if section not in following]
         for section in found:

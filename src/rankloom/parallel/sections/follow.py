@@ -20,13 +20,13 @@ ASKING, ENDED, SECTION, LAYER = range(4)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Next(NamedTuple):
-    """The next collective of a forward: section `number` is gathered, or rows of `width` elements go to layer `number` of experts."""
+class Announcement(NamedTuple):
+    """What the ranks that run a forward do next."""
 
-    what: int
-    number: int = 0
-    width: int = 0
-    dtype: int = 0
+    what: int         # ASKING (an idle rank), ENDED, SECTION or LAYER
+    number: int = 0   # of the section that is gathered, or of the layer whose experts get rows
+    width: int = 0    # elements of one of these rows
+    dtype: int = 0    # their place in DTYPES
 
 
 class Guide:
@@ -41,31 +41,31 @@ class Guide:
         self.group, self.leads = group, False
         self.layers: list[Callable[[Tensor], object]] = []
 
-    def who_has(self, one: bool) -> tuple[bool, bool]:
-        """Whether a rank of the group has something to run, and whether all have. A collective."""
-        have = torch.tensor([float(one)], dtype=torch.float32, device=self.group.device)
+    def who_has(self, batch: bool) -> tuple[bool, bool]:
+        """Whether a rank of the group has a batch to run, and whether all have. A collective. batch: whether this rank has one"""
+        have = torch.tensor([float(batch)], dtype=torch.float32, device=self.group.device)
         if self.group.size > 1:
             self.group.all_reduce(have, label="another batch?")
         return bool(have.item()), have.item() == self.group.size
 
     def tell_end(self) -> None:
         """Announce that the forward has ended. A collective."""
-        self._say(Next(ENDED))
+        self._say(Announcement(ENDED))
 
     def tell_section(self, number: int) -> None:
         """Announce that section `number` will be gathered. A collective while some rank is idle."""
         if self.leads:
-            self._say(Next(SECTION, number))
+            self._say(Announcement(SECTION, number))
 
     def tell_layer(self, number: int, rows: Tensor) -> None:
         """Announce that rows [n, W] will go to the experts of layer `number`. A collective while some rank is idle."""
         if self.leads:
-            self._say(Next(LAYER, number, rows.shape[1], DTYPES.index(rows.dtype)))
+            self._say(Announcement(LAYER, number, rows.shape[1], DTYPES.index(rows.dtype)))
 
     def follow(self, sections: Sequence[Section]) -> None:
         """On an idle rank: take part in all that the ranks that run announce, until their forward has ended."""
         held: list[Section] = []
-        while (announced := self._say(Next(ASKING))).what != ENDED:
+        while (announced := self._say(Announcement(ASKING))).what != ENDED:
             if announced.what == LAYER:
                 self._serve(announced)
                 continue
@@ -76,11 +76,12 @@ class Guide:
             section.make_ready()
             held.append(section)
 
-    def _serve(self, announced: Next) -> None:
+    def _serve(self, announced: Announcement) -> None:
         """Take part in a layer of experts, without rows of its own. Inside, this rank announces along with the others."""
         with temporarily(self, leads=True):
             self.layers[announced.number](torch.empty(0, announced.width, dtype=DTYPES[announced.dtype], device=self.group.device))
 
-    def _say(self, following: Next) -> Next:
-        message = torch.tensor(following, device=self.group.device)
-        return Next(*self.group.all_reduce(message, "max", label="what comes next").tolist())
+    def _say(self, mine: Announcement) -> Announcement:
+        """What the ranks that run announce: idle ranks say ASKING, which is less than anything else."""
+        message = torch.tensor(mine, device=self.group.device)
+        return Announcement(*self.group.all_reduce(message, "max", label="what comes next").tolist())

@@ -29,7 +29,7 @@ from rankloom.base.errors import UnitError
 from rankloom.base.hooks import hook_before_others, hook_gradient
 from rankloom.parallel.sections.call_order import Calls
 from rankloom.parallel.sections.follow import Guide
-from rankloom.parallel.sections.reduction_order import Queue, Reducing
+from rankloom.parallel.sections.reduction_order import Reducing, ReductionQueue
 from rankloom.parallel.sections.section import Section, SectionHook, gradients_of, inside_of_transform
 from rankloom.parallel.sections.wrapping import tensors_in
 from rankloom.shard.gradient import BufferPool
@@ -75,7 +75,8 @@ class ForwardBackward:
     on_moment:     called when a backward begins, and when it has ended
     """
 
-    def __init__(self, sections: Sequence[Section], rank: int, gathering: Gathering, *, queue: Queue, guide: Guide, pool: BufferPool):
+    def __init__(self, sections: Sequence[Section], rank: int, gathering: Gathering, *, queue: ReductionQueue, guide: Guide,
+                 pool: BufferPool):
         self.sections, self.rank, self.gathering, self.guide = sections, rank, gathering, guide
         self.reducing, self.releases_root = Reducing.ALL, True
         self.calls = Calls()
@@ -94,7 +95,7 @@ class ForwardBackward:
             self.abandon()   # the last backward raised
         for gradient in gradients_of(self.sections):
             gradient.give_back()
-        if self._moment is Moment.AFTER_BACKWARD or not any(section.calls for section in self.sections):
+        if self._moment is Moment.AFTER_BACKWARD or not any(section.pending for section in self.sections):
             for section in self.sections:
                 section.forget_pass()
             self.calls.begin_pass()
@@ -155,7 +156,7 @@ class ForwardBackward:
         section.depth += 1
         self.calls.note(section)
         following = [] if self.guide.leads else self.calls.following(self.gathering.ahead)
-        for other in self.calls.in_vain(following):
+        for other in self.calls.take_gathered_in_vain(following):
             other.release()
         for other in following:
             self.calls.note_gather_ahead(other)
@@ -180,7 +181,7 @@ class ForwardBackward:
         section.depth = max(0, section.depth - 1)
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         if tensors:
-            section.calls += 1
+            section.pending += 1
             hook_before_others(tensors, partial(self._before_backward, section))
         if section.depth:
             return
@@ -195,7 +196,7 @@ class ForwardBackward:
 
     def run_backward(self, loss: Tensor) -> None:
         """The backward of a loss. Hooks may take gradients inside of it, even before it has come to the model (`torch.autograd.grad`)."""
-        with self.calls.all_inside_of(loss) as told:
+        with self.calls.noting_backward_of(loss) as told:
             told.backward()
         if self._moment is Moment.BACKWARD:   # it began inside of another, so autograd does not tell its end
             self.end_backward()
@@ -203,13 +204,13 @@ class ForwardBackward:
     def _before_backward(self, section: Section, gradient: Tensor) -> None:
         """Settle and release the sections whose backward is over, gather this one again, and prefetch those called before it."""
         if inside_of_transform():   # of torch.func, which sets no `.grad`; there parameters stay (`_before_forward`)
-            section.calls = max(0, section.calls - 1)
+            section.pending = max(0, section.pending - 1)
             return
         if self.gathering.reshards and torch.is_grad_enabled():
             raise UnitError(f"rank {self.rank}: a backward with create_graph=True leaves a graph that reads parameters that "
                             "are released; keep them: reshard_after_forward=False, or a stage below 3")
         self._enter_backward()
-        section.calls = max(0, section.calls - 1)
+        section.pending = max(0, section.pending - 1)
         over = self._settle_before(section)
         for other in over if self.gathering.reshards else ():
             other.release()

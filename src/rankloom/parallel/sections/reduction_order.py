@@ -20,7 +20,7 @@ class Reducing(Enum):
     NOTHING = "none: gradients stay whole, of this rank alone"
 
 
-class Queue:
+class ReductionQueue:
     """Starts the reductions of settled sections; each waits until all before it are settled."""
 
     def __init__(self, sections: Sequence[Section], group: Group, replicas: Group):

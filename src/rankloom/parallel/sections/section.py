@@ -1,6 +1,6 @@
 """A section: a module that is gathered when it is called, its units, their gradients, and how far it is in the current pass.
 
-    calls      counts its forwards whose backward is still to come
+    pending    counts its forwards whose backward is still to come
     settled    its backward is over: its parameters may be released, its gradients reduced
 
 Read shard/unit.py and shard/gradient.py before this file; forward_backward.py moves sections through a step.
@@ -51,7 +51,7 @@ class Section:
     def __init__(self, name: str, module: nn.Module, units: Sequence[Unit]):
         self.name, self.module, self.units = name, module, tuple(units)
         self.gradients: list[Gradient] = []
-        self.calls = 0                       # forwards whose backward is still to come
+        self.pending = 0                     # forwards whose backward is still to come
         self.depth = 0                       # forwards that are running: a module may call itself
         self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
         self.settled = False
@@ -163,7 +163,7 @@ class Section:
 
     def forget_pass(self) -> None:
         """A new pass begins."""
-        self.calls, self.settled = 0, False
+        self.pending, self.settled = 0, False
 
     def awaits_more(self) -> bool:
         """Whether the running backward has still to make gradients of its parameters; other modules may read these, too."""
@@ -213,9 +213,14 @@ def gradients_of(sections: Iterable[Section]) -> list[Gradient]:
 
 
 def _places(module: nn.Module, units: Mapping[nn.Parameter, tuple[Unit, str]]) -> list[ParameterPlace]:
-    return [ParameterPlace(part, key, param, unit, name, unit.version(name), param.data_ptr() if unit.stays else None)
-            for part in module.modules() for key, param in part._parameters.items()
-            if param is not None and param in units for unit, name in [units[param]]]
+    places = []
+    for part in module.modules():
+        for key, param in part._parameters.items():
+            if param is not None and param in units:
+                unit, name = units[param]
+                address = param.data_ptr() if unit.stays else None
+                places.append(ParameterPlace(part, key, param, unit, name, unit.version(name), address))
+    return places
 
 
 def make_gradients(sections: Sequence[Section], sums_of: Callable[[Unit], UnitSums], *, keep: bool, frames: Frames,

@@ -16,7 +16,7 @@ from rankloom.parallel.expert import ExpertReplicas
 from rankloom.parallel.replicas.combine_facts import combine_facts
 from rankloom.parallel.sections.follow import Guide
 from rankloom.parallel.sections.forward_backward import ForwardBackward, Gathering
-from rankloom.parallel.sections.reduction_order import Queue, Reducing
+from rankloom.parallel.sections.reduction_order import Reducing, ReductionQueue
 from rankloom.parallel.sections.section import Section, gradients_of, make_gradients
 from rankloom.shard.frames import Frames
 from rankloom.shard.gradient import Gradient
@@ -44,7 +44,7 @@ class Sharding:
         self.gathering = replace(gathering, reshards=gathering.reshards and any(not unit.stays for unit in self.units))
         self.pool = make_gradients(sections, sums_of, keep=keep_gradients, frames=frames, scale=scale)
         self.guide = Guide(experts.together if experts else group)   # directs ranks that `follow` a forward
-        queue = Queue(self.sections, group, replicas)
+        queue = ReductionQueue(self.sections, group, replicas)
         self.forward_backward = ForwardBackward(self.sections, group.world_rank, self.gathering,
                                                 queue=queue, guide=self.guide, pool=self.pool)
         if self.gathers_in_forward:
