@@ -153,8 +153,8 @@ def test_on_either_backend_16_bit_attention_is_off_by_its_roundings_only(backend
 
 def test_gradients_of_many_tiles_are_added_up_in_32_bits(monkeypatch):
     of_tiles = {0: 1.0}   # the first tile's; the others' are too small to change 1.0 in bf16, but not all three together
-    monkeypatch.setattr(ring_attention_file, "tile_backward", lambda grad, saved, causal: [
-        torch.full_like(x, of_tiles.pop(0, 2 ** -9)) for x in saved[:3]])
+    monkeypatch.setattr(ring_attention_file, "tile_backward", lambda grad, saved, causal: tiles.TileGradients(
+        *(torch.full_like(x, of_tiles.pop(0, 2 ** -9)) for x in saved[:3])))
 
     def body(world):
         context = Context(Group(None, 0, (0,)), 16, causal=False, documents=((0, 16),))

@@ -7,7 +7,7 @@ import torch
 
 from rankloom.base.errors import ShapeMismatch
 from rankloom.parallel.context import tiles
-from rankloom.parallel.context.tiles import merge, tile_backward, tile_forward
+from rankloom.parallel.context.tiles import SavedTile, TileGradients, merge, tile_backward, tile_forward
 
 RTOL = 1e-12   # fp64: the same terms in another order
 
@@ -44,8 +44,8 @@ def test_one_tile_is_the_textbook_s_attention_forward_and_backward(kernel, causa
     truth.backward(grad)
     out, lse = tile_forward(query, key, value, causal)
     torch.testing.assert_close((out, lse), (truth.detach(), truth_lse.detach()), rtol=RTOL, atol=RTOL)
-    grads = tile_backward(grad, (query, key, value, out, lse), causal)
-    torch.testing.assert_close(grads, tuple(leaf.grad for leaf in leaves), rtol=RTOL, atol=RTOL)
+    grads = tile_backward(grad, SavedTile(query, key, value, out, lse), causal)
+    torch.testing.assert_close(grads, TileGradients(*(leaf.grad for leaf in leaves)), rtol=RTOL, atol=RTOL)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
@@ -61,9 +61,9 @@ def test_tiles_of_the_keys_add_up_in_any_order(kernel, order):
     torch.testing.assert_close((out, lse), (truth.detach(), truth_lse.detach()), rtol=RTOL, atol=RTOL)
     of_query = torch.zeros_like(query)
     for cut in cuts:
-        shares = tile_backward(grad, (query, key[:, :, cut], value[:, :, cut], out, lse), causal=False)
-        of_query += shares[0]
-        torch.testing.assert_close(shares[1:], (leaves[1].grad[:, :, cut], leaves[2].grad[:, :, cut]), rtol=RTOL, atol=RTOL)
+        share = tile_backward(grad, SavedTile(query, key[:, :, cut], value[:, :, cut], out, lse), causal=False)
+        of_query += share.query
+        torch.testing.assert_close((share.key, share.value), (leaves[1].grad[:, :, cut], leaves[2].grad[:, :, cut]), rtol=RTOL, atol=RTOL)
     torch.testing.assert_close(of_query, leaves[0].grad, rtol=RTOL, atol=RTOL)
 
 
@@ -94,7 +94,7 @@ def test_the_kernels_of_a_gpu_are_called_as_torch_declares_them(monkeypatch):
     query, key, value = (torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
     out, lse = tile_forward(query, key, value, causal=True)
     assert (out.shape, lse.shape, lse.dtype) == (query.shape, (2, 4, 8), torch.float32)
-    grads = tile_backward(out, (query, key, value, out, lse), causal=True)
+    grads = tile_backward(out, SavedTile(query, key, value, out, lse), causal=True)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
 
 
@@ -119,10 +119,10 @@ def test_a_gpu_gives_the_tiles_of_the_cpu(dtype, causal):
     grad = draw(2, 4, 64, 16, seed=3, dtype=dtype)
     wide = [x.double() for x in inputs]
     truth = tile_forward(*wide, causal)
-    gradients = tile_backward(grad.double(), (*wide, *truth), causal)
+    gradients = tile_backward(grad.double(), SavedTile(*wide, *truth), causal)
     there = [x.cuda() for x in inputs]
     found = tile_forward(*there, causal)
-    found += tile_backward(grad.cuda(), (*there, *found), causal)
+    found += tile_backward(grad.cuda(), SavedTile(*there, *found), causal)
     bound = 2 ** -5 if dtype == torch.bfloat16 else 1e-4   # roundings of 8 bits; of 24 bits, with sums of 64 terms
     for mine, ref in zip(found, (*truth, *gradients), strict=True):
         torch.testing.assert_close(mine.double().cpu(), ref, rtol=bound, atol=bound)

@@ -86,7 +86,7 @@ def own_tokens(x: Tensor, group: Group, kind: str | None = None) -> Tensor:
 def limited_to(some: SomeTokens, model: nn.Module) -> AbstractContextManager[None]:
     """A context in which calls of a model get only some tokens of whole rows, each left to itself, on every rank the same."""
     (cutting,) = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _OwnTokens))
-    return temporarily(cutting, limit=some)
+    return temporarily(cutting, limited=some)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class _OwnTokens:
     signature: inspect.Signature
     tell: TellPositions | None
     is_first: bool = True   # whether no call has come yet
-    limit: SomeTokens | None = None   # see `limited_to`
+    limited: SomeTokens | None = None   # to which tokens: see `limited_to`
     cuts_tokens: ClassVar[bool] = True   # for models/pieces.py
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_OwnTokens":
@@ -110,20 +110,27 @@ class _OwnTokens:
             return args, kwargs
         documents = kwargs.pop("documents", None)
         tokens = self.signature.bind(*args, **kwargs).arguments["tokens"]
-        if tokens.dim() < 2:
-            raise ShapeMismatch(f"{self.group.where('context parallel')}: tokens of shape {tuple(tokens.shape)}, expected rows [B, T]")
-        length, limit = tokens.shape[1], getattr(getattr(model, "config", None), "seq_len", None)
-        if limit is not None and length > limit:
-            raise DataError(f"a sequence of {length} tokens, but the model reads at most {limit}; raise seq_len or cut the sequence")
-        if self.limit is not None:
-            apart = self.limit.part(length, tokens.device)
-            return tuple(apart.cut(value, length) for value in args), {
-                **{name: apart.cut(value, length) for name, value in kwargs.items()}, "part": apart}
+        self._expect_rows(model, tokens)
+        length = tokens.shape[1]
+        if self.limited is not None:
+            apart = self.limited.part(length, tokens.device)
+            cut_kwargs = {name: apart.cut(value, length) for name, value in kwargs.items()}
+            return tuple(apart.cut(value, length) for value in args), {**cut_kwargs, "part": apart}
         part = Context(self.group, length, self.kind, documents=document_cuts(documents, length, len(tokens)), device=tokens.device)
         if self.is_first and self.group.size > 1:
             expect_tokens_apart(model, self.group, tokens, args, kwargs)
             self.is_first = False
         if self.tell:
             self.tell(part.spans[self.group.rank], length)
-        cut = [part.own(value) if isinstance(value, Tensor) and value.dim() > 1 else value for value in (*args, *kwargs.values())]
-        return tuple(cut[:len(args)]), {**dict(zip(kwargs, cut[len(args):])), "part": part}
+
+        def own(value: Any) -> Any:
+            return part.own(value) if isinstance(value, Tensor) and value.dim() > 1 else value
+
+        return tuple(map(own, args)), {**{name: own(value) for name, value in kwargs.items()}, "part": part}
+
+    def _expect_rows(self, model: nn.Module, tokens: Tensor) -> None:
+        if tokens.dim() < 2:
+            raise ShapeMismatch(f"{self.group.where('context parallel')}: tokens of shape {tuple(tokens.shape)}, expected rows [B, T]")
+        length, most = tokens.shape[1], getattr(getattr(model, "config", None), "seq_len", None)
+        if most is not None and length > most:
+            raise DataError(f"a sequence of {length} tokens, but the model reads at most {most}; raise seq_len or cut the sequence")

@@ -15,7 +15,7 @@ from torch import Tensor
 from rankloom.base.cost import Bill
 from rankloom.base.tensors import at_least_fp32
 from rankloom.parallel.context.rows import CutRows
-from rankloom.parallel.context.tiles import merge, tile_backward, tile_forward
+from rankloom.parallel.context.tiles import SavedTile, merge, tile_backward, tile_forward
 from rankloom.world.group import Handle
 
 
@@ -96,10 +96,11 @@ class _RingAttention(torch.autograd.Function):
             # A block's gradients start at the owner's right neighbour and come home last, so the owner's own share never travels.
             of_block = torch.zeros_like(block, dtype=lse.dtype) if travelling is None else _send_home(travelling, context, owner)
             for rows, asking, asked, causal in context.tiles[owner]:
-                saved = query[rows, :, asking], *block[:, rows, :, asked], out[rows, :, asking], lse[rows, :, asking]
-                shares = tile_backward(grad[rows, :, asking], saved, causal)
-                of_query[rows, :, asking] += shares[0]
-                of_block[:, rows, :, asked] += torch.stack(shares[1:])
+                keys, values = block[:, rows, :, asked]
+                saved = SavedTile(query[rows, :, asking], keys, values, out[rows, :, asking], lse[rows, :, asking])
+                share = tile_backward(grad[rows, :, asking], saved, causal)
+                of_query[rows, :, asking] += share.query
+                of_block[:, rows, :, asked] += torch.stack((share.key, share.value))
             own, travelling = (of_block, None) if own is None else (own, of_block)
         assert own is not None, "a ring has at least this rank"
         if travelling is not None:

@@ -9,6 +9,8 @@ source: Milakov & Gimelshein 2018; Dao et al. 2022
 Shapes: B rows, H query heads, K key-value heads, Q queries, T keys, D width of a head.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,24 @@ SCORES = 1 << 22        # scores alive at a time in the plain formulas
 GPU_HEAD_WIDTH = 256    # the widest that flash attention takes, in steps of 8
 
 aten = torch.ops.aten
+
+
+class SavedTile(NamedTuple):
+    """What the backward of a tile needs: its inputs, and the results for its queries over *all* keys."""
+
+    query: Tensor   # [B, H, Q, D]
+    key: Tensor     # [B, K, T, D]
+    value: Tensor   # [B, K, T, D]
+    out: Tensor     # [B, H, Q, D]
+    lse: Tensor     # [B, H, Q]   log-sum-exp
+
+
+class TileGradients(NamedTuple):
+    """A tile's share of the gradients towards query, key and value."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
 
 
 def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -47,12 +67,8 @@ def tile_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tup
     return _plain_forward(query, key, value, causal)
 
 
-def tile_backward(grad: Tensor, saved: tuple[Tensor, ...], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """This tile's share of the gradients towards query, key and value.
-
-    grad:  [B, H, Q, D], of the attention over all keys
-    saved: query, key, value of the tile; out and log-sum-exp of its queries over *all* keys
-    """
+def tile_backward(grad: Tensor, saved: SavedTile, causal: bool) -> TileGradients:
+    """This tile's share of the gradients. grad: [B, H, Q, D], of the attention over all keys"""
     query, key, value, out, lse = saved
     heads = key.shape[1]
     key, value = _for_each_query_head(key, query), _for_each_query_head(value, query)
@@ -64,9 +80,9 @@ def tile_backward(grad: Tensor, saved: tuple[Tensor, ...], causal: bool) -> tupl
         grads = aten._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal, unused, unused)
     else:
-        grads = _plain_backward(grad, (query, key, value, out, lse), causal)
+        grads = _plain_backward(grad, SavedTile(query, key, value, out, lse), causal)
     of_query, of_key, of_value = grads
-    return of_query, _for_each_key_head(of_key, heads), _for_each_key_head(of_value, heads)
+    return TileGradients(of_query, _for_each_key_head(of_key, heads), _for_each_key_head(of_value, heads))
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -123,7 +139,7 @@ def _plain_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> t
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-def _plain_backward(grad: Tensor, saved: tuple[Tensor, ...], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_backward(grad: Tensor, saved: SavedTile, causal: bool) -> TileGradients:
     query, key, value, out, lse = saved
     wide, scale = at_least_fp32(query.dtype), query.shape[-1] ** -0.5
     key, value, of_query = key.to(wide), value.to(wide), []
@@ -136,4 +152,4 @@ def _plain_backward(grad: Tensor, saved: tuple[Tensor, ...], causal: bool) -> tu
         of_scores = weights.mul_(above @ value.transpose(-1, -2) - delta).mul_(scale)
         of_query.append(of_scores @ key)
         of_key += of_scores.transpose(-1, -2) @ asking
-    return torch.cat(of_query, dim=2), of_key, of_value
+    return TileGradients(torch.cat(of_query, dim=2), of_key, of_value)
