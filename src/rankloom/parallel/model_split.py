@@ -155,9 +155,13 @@ class ModelSplit:
 
         part: the shape of this rank's part
         """
-        holding, first = self.held.get(name), self.expert.rank * part[0] if name in self.experts else 0
+        holding = self.held.get(name)
+        first = self.expert.rank * part[0] if name in self.experts else 0   # how many experts are on lower ranks
         for here, there in holding.boxes(box, self.tensor.rank) if holding is not None and self.tensor.size > 1 else [(box, box)]:
-            yield here, (Span(there[0].start + first, there[0].stop + first), *there[1:]) if first else there
+            if first:
+                experts, *rest = there
+                there = (Span(experts.start + first, experts.stop + first), *rest)
+            yield here, there
 
     def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
         """The shape that `join` gives to a part of this shape."""

@@ -128,7 +128,7 @@ def shard(model: nn.Module, group: Group, replicas: Group, strategy: ShardingStr
                     gathering=gathering, sums_of=sums_of)
 
 
-class Kind(NamedTuple):
+class UnitKind(NamedTuple):
     """What the parameters of one unit have in common."""
 
     formats: Formats
@@ -145,20 +145,27 @@ def make_units(section: str, params: Mapping[str, nn.Parameter], group: Group, s
 
     Frozen parameters are in units only where the whole is not kept.
     """
-    kinds: dict[Kind, dict[str, nn.Parameter]] = {}
-    keep, experts = strategy.stage < 3, strategy.experts.names if strategy.experts else frozenset()
+    kinds: dict[UnitKind, dict[str, nn.Parameter]] = {}
+    keep = strategy.stage < 3
     for name, param in params.items():
         if param.requires_grad or not keep:
-            form = strategy.formats(param)
-            if not param.requires_grad:   # it is never updated
-                form = Formats(form.compute, form.compute, form.compute)
-            kind = Kind(form, param.requires_grad, name in whole, name in experts, name in strategy.copied, name in strategy.float8)
-            kinds.setdefault(kind, {})[name] = param
-    label = section or "root"
-    return [(partial(Float8Unit, readers=strategy.float8) if kind.is_float8 else Unit)(
-                label if len(kinds) == 1 else f"{label}, part {at}", members, group, kind.formats, keep=keep, host=host, fill=fill,
-                frames=frames, lay_out=lay_out_whole if kind.is_whole else lay_out_evenly)
-            for at, (kind, members) in enumerate(kinds.items())]
+            kinds.setdefault(_kind_of(name, param, strategy, whole), {})[name] = param
+    label, units = section or "root", []
+    for at, (kind, members) in enumerate(kinds.items()):
+        make = partial(Float8Unit, readers=strategy.float8) if kind.is_float8 else Unit
+        lay_out = lay_out_whole if kind.is_whole else lay_out_evenly
+        units.append(make(label if len(kinds) == 1 else f"{label}, part {at}", members, group, kind.formats, keep=keep, lay_out=lay_out,
+                          host=host, fill=fill, frames=frames))
+    return units
+
+
+def _kind_of(name: str, param: nn.Parameter, strategy: ShardingStrategy, whole: frozenset[str]) -> UnitKind:
+    """What decides in which unit of its section a parameter is. whole: names of those that must not be cut"""
+    formats = strategy.formats(param)
+    if not param.requires_grad:   # it is never updated
+        formats = Formats(formats.compute, formats.compute, formats.compute)
+    is_expert = strategy.experts is not None and name in strategy.experts.names
+    return UnitKind(formats, param.requires_grad, name in whole, is_expert, name in strategy.copied, name in strategy.float8)
 
 
 def _expect_no_max_norm(modules: Mapping[str, nn.Module]) -> None:
@@ -197,14 +204,22 @@ def step_bill(sharding: Sharding, backwards: int = 1) -> Bill:
     """What this rank sends in a step of `backwards` micro-batches, for parameters and gradients, padding included."""
     total = Bill()
     for section in sharding.sections:
-        reductions = backwards if section.reduced_each_time else 1
+        reshards = sharding.gathering.reshards and bool(section.name)   # the root is gathered once in a pass
         for unit in section.units:
-            p = unit.group.size
-            n = unit.layout.total * unit.formats.compute.itemsize
-            again = backwards if sharding.gathering.reshards and section.name and not unit.stays else 0
-            gathers = 0 if unit.common else 1 if unit.stays else backwards
-            near = sharding.gathering.near.size if sharding.gathering.near else p
-            total += unit.publish_bill() + all_gather_bill(n // p, p) * gathers + all_gather_bill(n // near, near) * again
+            total += unit.publish_bill() + _gather_bill(unit, backwards, reshards, sharding.gathering.near)
         for gradient in section.gradients:
-            total += gradient.sums.bill() * reductions
+            total += gradient.sums.bill() * (backwards if section.reduced_each_time else 1)
     return total
+
+
+def _gather_bill(unit: Unit, backwards: int, reshards: bool, near: Group | None) -> Bill:
+    """What this rank sends to gather a unit: once a step, if it stays; else in each forward, and where it `reshards` in each backward."""
+    if unit.common:
+        return Bill()
+    p, nbytes = unit.group.size, unit.layout.total * unit.formats.compute.itemsize
+    gather = all_gather_bill(nbytes // p, p)
+    if unit.stays:
+        return gather
+    neighbours = near.size if near else p
+    again = all_gather_bill(nbytes // neighbours, neighbours) if reshards else Bill()
+    return (gather + again) * backwards

@@ -101,11 +101,7 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
     raises: ModelMismatch, on all ranks, with nothing changed, when names or shapes are not those of this model
     """
     units, mine = units_of(sharding), model.state_dict(keep_vars=True)
-    shapes = shapes_in(mine)
-    shapes |= {name: unit.layout.slot(own_name).shape for name, value in mine.items() if id(value) in units
-               for unit, own_name in [units[id(value)]]}
-    if split:
-        shapes = {name: split.whole_shape(name, shape) for name, shape in shapes.items()}
+    shapes = _whole_shapes(mine, units, split)
     where = f"rank {sharding.group.world_rank}"
     problem = without_values(state, where, mine)
     lacking, unknown = _names_apart(mine, {} if problem else state)
@@ -127,6 +123,16 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
             value.copy_(new)   # not into `detach()`, which for a sparse tensor is another one
     sharding.publish()
     return lacking, unknown
+
+
+def _whole_shapes(mine: Mapping[str, Any], units: Mapping[int, tuple[Unit, str]], split: ModelSplit | None) -> dict[str, torch.Size]:
+    """The shapes that a whole state dict has. mine: this rank's own, in which a released parameter has no shape"""
+    shapes = shapes_in(mine)
+    for name, value in mine.items():
+        if id(value) in units:
+            unit, own_name = units[id(value)]
+            shapes[name] = unit.layout.slot(own_name).shape
+    return {name: split.whole_shape(name, shape) for name, shape in shapes.items()} if split else shapes
 
 
 def _names_apart(mine: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
