@@ -21,7 +21,7 @@ from rankloom.base.cost import Path
 from rankloom.comm.algorithms import ALGORITHMS, Algorithm, on_nodes
 from rankloom.comm.all_to_all import pairwise_all_to_all
 from rankloom.comm.halving import doubling_all_gather
-from rankloom.comm.operands import cuts, widening
+from rankloom.comm.operands import chunk_bounds, widening
 from rankloom.comm.ring import ring_all_gather
 from rankloom.comm.subgroup import Subgroup
 
@@ -150,12 +150,12 @@ def source_of(collective: str, rank: int, at: int, n: int, p: int) -> Counter:
     if collective == "broadcast":
         return Counter({(0, at): 1})
     if collective == "all_gather":
-        owner = next(r for r in range(p) if cuts(n, p)[r] <= at < cuts(n, p)[r + 1])
+        owner = next(r for r in range(p) if chunk_bounds(n, p)[r] <= at < chunk_bounds(n, p)[r + 1])
         return Counter({(owner, at): 1})   # it brings its piece of the whole, under the whole's numbers
     if collective == "all_to_all":
         share = n // p
         return Counter({(at // share, rank * share + at % share): 1})
-    element = at + (cuts(n, p)[rank] if collective == "reduce_scatter" else 0)
+    element = at + (chunk_bounds(n, p)[rank] if collective == "reduce_scatter" else 0)
     return Counter({(r, element): 1 for r in range(p)})
 
 

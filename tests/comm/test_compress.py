@@ -43,7 +43,7 @@ def remembered(reduce: Compressed, rank: int, p: int, n: int = N) -> torch.Tenso
             matrix.of(owed).add_(matrix.kept.double() - matrix.p.double() @ matrix.own.double())
         return owed
     owed += reduce._own
-    step, block = reduce.step(p), reduce.form.block
+    step, block = reduce.values_in_piece(p), reduce.form.block
     for at in range(0, n, step):
         each = -(-min(step, n - at) // (p * block)) * block   # values of a rank's chunk
         chunk = owed[at : at + step][rank * each : (rank + 1) * each]
@@ -194,7 +194,7 @@ def test_a_stage_of_a_piece_runs_two_turns_before_the_next_one_waits_for_what_it
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "1bit"])
 def test_a_piece_sends_as_many_bytes_in_every_format(name):
     reduce = compressed_all_reduce(name)
-    sent = reduce.step(2) // reduce.form.block * reduce.form.record
+    sent = reduce.values_in_piece(2) // reduce.form.block * reduce.form.record
     assert PIECE_BYTES - 2 * reduce.form.record < sent <= PIECE_BYTES   # whole blocks on each of two ranks
 
 

@@ -13,7 +13,7 @@ from rankloom.comm.halving import (
     halving_all_reduce_path,
     halving_reduce_scatter_bill,
 )
-from rankloom.comm.operands import cuts
+from rankloom.comm.operands import chunk_bounds
 from rankloom.comm.ring import ring_all_reduce_path
 
 
@@ -30,8 +30,8 @@ def test_every_rank_sits_or_is_the_guest_of_its_right_neighbour(p):
 @pytest.mark.parametrize("rows", [0, 1, 6, 13, 64])
 @pytest.mark.parametrize("p", range(1, 10))
 def test_a_seat_holds_its_ranks_rows_and_those_of_its_guest(p, rows):
-    seats, by_rank = Seats(p), cuts(rows, p)
-    starts = seats.row_cuts(rows)
+    seats, by_rank = Seats(p), chunk_bounds(rows, p)
+    starts = seats.row_bounds(rows)
     for seat in range(seats.count):
         rank, guest = seats.rank(seat), seats.guest_of(seats.rank(seat))
         assert starts[seat] == by_rank[rank if guest is None else guest] and starts[seat + 1] == by_rank[rank + 1]

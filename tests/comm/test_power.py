@@ -5,7 +5,7 @@ import torch
 
 import rankloom as rl
 from rankloom.comm import power
-from rankloom.comm.power import Matrix, PowerSGD, begin, orthonormal
+from rankloom.comm.power import Matrix, MatrixPlace, PowerSGD, new_matrix, orthonormal
 
 A, B = 60, 50
 
@@ -48,7 +48,7 @@ def test_many_steps_are_those_of_the_paper_on_the_mean_gradient(path, rank):
         reduce = PowerSGD([(0, (A, B))], rank=rank)
         return [reduce(gradient(world.rank, step), world) / p for step in range(steps)]
 
-    q, errors, expected = begin(0, A, B, rank, torch.device("cpu")).q.t().double(), [torch.zeros(A, B).double()] * p, []
+    q, errors, expected = new_matrix(MatrixPlace(0, A, B), rank, torch.device("cpu")).q.t().double(), [torch.zeros(A, B).double()] * p, []
     for step in range(steps):
         deltas = [gradient(worker, step) + error for worker, error in enumerate(errors)]
         left = torch.linalg.qr(sum(delta @ q for delta in deltas) / p).Q
@@ -184,7 +184,7 @@ def test_directions_are_kept_from_step_to_step_so_the_best_ones_are_found(path):
     best = spectrum - torch.linalg.svd(spectrum).U[:, :4] @ torch.linalg.svd(spectrum).U[:, :4].t() @ spectrum
 
     def body(world):
-        matrix, apart = begin(0, A, B, 4, world.device), []
+        matrix, apart = new_matrix(MatrixPlace(0, A, B), 4, world.device), []
         for _ in range(4):
             matrix.kept.zero_()   # without error feedback, to see the directions alone
             matrix.own.zero_()

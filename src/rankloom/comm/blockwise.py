@@ -40,7 +40,7 @@ class Blockwise(Compressed):
 
     def _sum(self, values: Tensor, group: Group) -> None:
         self.remember(len(values), group)
-        step = self.step(group.size)
+        step = self.values_in_piece(group.size)
         staggered([self.stages(at, values[at : at + step], group) for at in range(0, len(values), step)])
 
     def remember(self, n: int, group: Group) -> None:
@@ -69,8 +69,8 @@ class Blockwise(Compressed):
         yield
         form.dequantise(gathered().view(p * each, form.record)[:blocks], x)
 
-    def step(self, p: int) -> int:
-        """Values in a piece: a number that cuts every piece but the last in chunks of whole blocks."""
+    def values_in_piece(self, p: int) -> int:
+        """A number that cuts every piece but the last in chunks of whole blocks."""
         return max(1, self._piece // (p * self.form.block)) * p * self.form.block
 
     def held(self) -> int:
@@ -89,7 +89,7 @@ class Blockwise(Compressed):
     def bill_for(self, n: int, p: int) -> Bill:
         """What one of p ranks sends for n values."""
         records = -(-n // (p * self.form.block))   # of one rank
-        return Bill(sent=2 * (p - 1) * records * self.form.record, messages=2 * (p - 1) * -(-n // self.step(p)))
+        return Bill(sent=2 * (p - 1) * records * self.form.record, messages=2 * (p - 1) * -(-n // self.values_in_piece(p)))
 
 
 def staggered(pieces: Sequence[Iterator[None]]) -> None:

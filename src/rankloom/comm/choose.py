@@ -111,10 +111,11 @@ def register_all_reduce(name: str, algorithm: AllReduce) -> None:
     expect_callable(f"register_all_reduce({name!r}): algorithm", algorithm, "a function of a tensor and a group")
     if name in _ALL_REDUCES:
         raise ConfigError(f"there is already an all-reduce named {name!r}")
-    _ALL_REDUCES[name] = partial(_in_place, name, algorithm)
+    _ALL_REDUCES[name] = partial(_run_registered, name, algorithm)
 
 
-def _in_place(name: str, algorithm: AllReduce, x: Tensor, group: Group) -> Tensor:
+def _run_registered(name: str, algorithm: AllReduce, x: Tensor, group: Group) -> Tensor:
+    """Sum `x` in place by a user's all-reduce, which may have put the sum elsewhere."""
     total = algorithm(x, group)
     if total is None or total is x:   # a user's function, which may return nothing
         return x

@@ -104,32 +104,32 @@ class Summing:
         """Every rank calls this after every step, when all sums are done. So all start to compress in the same step."""
         self._exact_steps = max(0, self._exact_steps - 1)
 
-    def now(self, algorithm: AllReduce | None) -> AllReduce | None:
-        """The all-reduce for a buffer in this step: the buffer's own `algorithm`, or the exact one."""
+    def all_reduce_now(self, algorithm: AllReduce | None) -> AllReduce | None:
+        """The all-reduce for a buffer in this step: the buffer's own `algorithm`, or the exact one. None: the backend's own"""
         return self._exact if self.is_exact_now else algorithm
 
-    def lossy(self, parts: BufferParts) -> Compressed | None:
+    def new_compressed(self, parts: BufferParts) -> Compressed | None:
         """A new compressed all-reduce for one buffer over the whole group; None if this run does not compress."""
         if not self.is_compressed:
             return None
         self._lossy.append(made := compressed_all_reduce(self.compress, parts))
         return made
 
-    def scatter(self) -> CompressedScatter | None:
+    def new_compressed_scatter(self) -> CompressedScatter | None:
         """A new compressed reduce-scatter for one buffer; None if this run does not compress, or not in blocks."""
         if (form := _FORMATS.get(self.compress)) is None:
             return None
         self._lossy.append(made := CompressedScatter(form))
         return made
 
-    def late(self) -> LateSums:
-        """For one buffer: where its compressed sums wait while no rank uses their parameters."""
+    def new_late_sums(self) -> LateSums:
+        """A new place, for one buffer, where its compressed sums wait while no rank uses their parameters."""
         self._late.append(made := LateSums())
         return made
 
-    def algorithm(self, parts: BufferParts, dtype: torch.dtype) -> AllReduce | None:
-        """The all-reduce for one buffer; None means the backend's own. parts: where its tensors lie; complex ones are not compressed"""
-        lossy = self.lossy(parts) if dtype.is_floating_point else None
+    def new_all_reduce(self, parts: BufferParts, dtype: torch.dtype) -> AllReduce | None:
+        """An all-reduce for one buffer; None means the backend's own. parts: where its tensors lie; complex ones are not compressed"""
+        lossy = self.new_compressed(parts) if dtype.is_floating_point else None
         if lossy is None:
             return self._exact
         if self.all_reduce != HIERARCHICAL:

@@ -14,8 +14,8 @@ from torch import Tensor
 from rankloom.base.cost import Bill, Path
 from rankloom.base.shares import chunk_sizes
 from rankloom.comm.messages import TAG
-from rankloom.comm.operands import cuts, require_rows, summand, summing_dtype
-from rankloom.comm.ring import gathering
+from rankloom.comm.operands import chunk_bounds, require_rows, summand, summing_dtype
+from rankloom.comm.ring import begin_all_gather
 from rankloom.world.group import Group
 
 
@@ -54,9 +54,9 @@ class Seats:
         """The guest of this rank, if it has one."""
         return rank - 1 if rank % 2 and rank < 2 * self.guests else None
 
-    def row_cuts(self, rows: int) -> list[int]:
+    def row_bounds(self, rows: int) -> list[int]:
         """Where each seat's rows begin, when tensor_split cuts the rows over ranks. A seat's rows include its guest's, which come first."""
-        starts = cuts(rows, self.ranks)
+        starts = chunk_bounds(rows, self.ranks)
         return [starts[self.rank(seat) - (seat < self.guests)] for seat in range(self.count)] + [rows]
 
 
@@ -72,7 +72,7 @@ def halving_all_reduce(x: Tensor, group: Group) -> Tensor:
     """
     flat = summand(x, group, "halving_all_reduce")
     seats = Seats(group.size)
-    starts = cuts(flat.numel(), seats.count)
+    starts = chunk_bounds(flat.numel(), seats.count)
     sums = _halve(flat.to(summing_dtype(x.dtype)), starts, seats, group, "halving_all_reduce")
     seat = seats.seat(group.rank)
     if seat is not None:
@@ -95,7 +95,7 @@ def halving_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     rows = require_rows(x, group, "halving_reduce_scatter").tensor_split(group.size)
     seats, width = Seats(group.size), x.shape[1:].numel()
     sums = summand(x, group, "halving_reduce_scatter").to(summing_dtype(x.dtype), copy=True)
-    _halve(sums, [start * width for start in seats.row_cuts(x.shape[0])], seats, group, "halving_reduce_scatter")
+    _halve(sums, [start * width for start in seats.row_bounds(x.shape[0])], seats, group, "halving_reduce_scatter")
     of_rank = sums.split([piece.numel() for piece in rows])
     mine = of_rank[group.rank].to(x.dtype, copy=True)   # a copy, so that it does not keep the whole alive
     guest = seats.guest_of(group.rank)
@@ -117,14 +117,14 @@ def doubling_all_gather(x: Tensor, group: Group, *, out: Tensor | None = None) -
     raises: NotContiguous; ShapeMismatch when `x` is not this rank's piece of `out`
     source: Thakur, Rabenseifner & Gropp 2005
     """
-    pieces, out = gathering(x, group, out, "doubling_all_gather")
+    pieces, out = begin_all_gather(x, group, out, "doubling_all_gather")
     seats = Seats(group.size)
     guest = seats.guest_of(group.rank)
     if guest is not None:
         group.recv(pieces[guest], guest, tag=TAG, label="doubling_all_gather: from the guest")
     elif seats.seat(group.rank) is None:
         group.send(pieces[group.rank], group.rank + 1, tag=TAG, label="doubling_all_gather: to the host")   # `x` may be overwritten by now
-    starts = [start * out.shape[1:].numel() for start in seats.row_cuts(out.shape[0])]
+    starts = [start * out.shape[1:].numel() for start in seats.row_bounds(out.shape[0])]
     _double(out.detach().view(-1), starts, seats, group, "doubling_all_gather")
     return out
 
@@ -196,7 +196,7 @@ def _double_bill(starts: list[int], seats: Seats, itemsize: int, rank: int) -> B
 def halving_all_reduce_bill(n: int, p: int, itemsize: int, rank: int = 0, *, wide: int = 1) -> Bill:
     """What `rank` sends in `halving_all_reduce`."""
     seats = Seats(p)
-    starts = cuts(n, seats.count)
+    starts = chunk_bounds(n, seats.count)
     return _halve_bill(starts, seats, itemsize * wide, rank) + _double_bill(starts, seats, itemsize, rank)
 
 
@@ -204,34 +204,34 @@ def halving_reduce_scatter_bill(n: int, p: int, itemsize: int, rank: int = 0, *,
     """What `rank` sends in `halving_reduce_scatter` of n rows in all, of `itemsize` bytes each."""
     seats = Seats(p)
     guest = seats.guest_of(rank)
-    bill = _halve_bill(seats.row_cuts(n), seats, itemsize * wide, rank)
+    bill = _halve_bill(seats.row_bounds(n), seats, itemsize * wide, rank)
     return bill if guest is None else bill + Bill(sent=chunk_sizes(n, p)[guest] * itemsize, messages=1)
 
 
 def doubling_all_gather_bill(n: int, p: int, itemsize: int, rank: int = 0, *, wide: int = 1) -> Bill:
     """What `rank` sends in `doubling_all_gather` of n rows in all, of `itemsize` bytes each."""
     seats = Seats(p)
-    bill = _double_bill(seats.row_cuts(n), seats, itemsize, rank)
+    bill = _double_bill(seats.row_bounds(n), seats, itemsize, rank)
     return bill if seats.seat(rank) is not None else bill + Bill(sent=chunk_sizes(n, p)[rank] * itemsize, messages=1)
 
 
 def halving_all_reduce_path(nbytes: int, p: int, *, wide: int = 1) -> Path:
     """What all wait for in `halving_all_reduce` of `nbytes`."""
     seats = Seats(p)
-    starts = cuts(nbytes, seats.count)
+    starts = chunk_bounds(nbytes, seats.count)
     return _halve_path(starts, seats, wide) + _double_path(starts, seats)
 
 
 def halving_reduce_scatter_path(nbytes: int, p: int, *, wide: int = 1) -> Path:
     """What all wait for in `halving_reduce_scatter` of `nbytes` on each rank."""
     seats = Seats(p)
-    return _halve_path(seats.row_cuts(nbytes), seats, wide) + _guest_path(nbytes, seats)
+    return _halve_path(seats.row_bounds(nbytes), seats, wide) + _guest_path(nbytes, seats)
 
 
 def doubling_all_gather_path(nbytes: int, p: int, *, wide: int = 1) -> Path:
     """What all wait for in `doubling_all_gather` to `nbytes` in all."""
     seats = Seats(p)
-    return _guest_path(nbytes, seats) + _double_path(seats.row_cuts(nbytes), seats)
+    return _guest_path(nbytes, seats) + _double_path(seats.row_bounds(nbytes), seats)
 
 
 def _halve_path(starts: list[int], seats: Seats, wide: int) -> Path:

@@ -92,10 +92,10 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
     here = _node_of(group, nodes)
     node, peers, place = nodes[here], Subgroup(group, nodes[here]), nodes[here].index(group.rank)
     blocks = x.view(p, x.numel() // p)   # [to rank, what]
-    partners = [_partners(nodes, here, at) for at in range(len(node))]
+    partners = [_partners(nodes, here, at) for at in range(len(node))]   # of each rank of this node
 
     # Inside: each rank collects the blocks of this node's ranks for the nodes that it sends to.
-    targets = [[rank for there in partners[at] for rank in nodes[there]] for at in range(len(node))]
+    targets = [[*chain(*(nodes[there] for there in served))] for served in partners]   # the ranks of the nodes that each sends to
     collected = peers.all_to_all(blocks[list(chain(*targets))], send_rows=[len(ranks) for ranks in targets],
                                 recv_rows=[len(targets[place])] * len(node), label=label)
     mine = partners[place]   # the nodes to which this rank sends
@@ -107,7 +107,7 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
     to_deal: list[Tensor] = []
     for at, rank in enumerate(node):
         to_deal += [*(bundle[:, at] for bundle in arrived), blocks[rank].unsqueeze(0)]
-    sources = [[*(rank for there in partners[at] for rank in nodes[there]), node[at]] for at in range(len(node))]
+    sources = [[*ranks, rank] for ranks, rank in zip(targets, node)]   # whose blocks each deals out
     dealt = peers.all_to_all(torch.cat(to_deal), send_rows=[len(sources[place])] * len(node),
                             recv_rows=[len(ranks) for ranks in sources], label=label)
     out = torch.empty_like(x)

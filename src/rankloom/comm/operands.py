@@ -58,10 +58,10 @@ def widening(dtype: torch.dtype) -> int:
     return summing_dtype(dtype).itemsize // dtype.itemsize
 
 
-def cuts(n: int, p: int) -> list[int]:
+def chunk_bounds(n: int, p: int) -> list[int]:
     """Where each of the p chunks of n begins, then where the last one ends.
 
-    >>> cuts(8, 3)
+    >>> chunk_bounds(8, 3)
     [0, 3, 6, 8]
     """
     return [0, *accumulate(chunk_sizes(n, p))]

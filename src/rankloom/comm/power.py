@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod, sqrt
 from operator import index
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,19 @@ NOTHING = 2.0**-40   # a column (scaled to a maximum of 1) whose mean square fal
 
 BufferParts = Sequence[tuple[int, Sequence[int]]]
 """The tensors in a flat buffer: the first element and the shape of each."""
+
+
+class MatrixPlace(NamedTuple):
+    """A matrix [a, b] in a flat buffer, at its first element."""
+
+    start: int
+    a: int
+    b: int
+
+    @property
+    def end(self) -> int:
+        """One past its last element."""
+        return self.start + self.a * self.b
 
 
 @dataclass(slots=True)
@@ -156,21 +170,22 @@ class PowerSGD(Compressed):
             sizes = [(index(start), [*map(index, shape)]) for start, shape in parts]
         except (TypeError, ValueError) as error:
             raise ConfigError(f"powersgd: parts={parts!r}, expected [(first element, shape), ...], such as [(0, (64, 32))]") from error
-        shapes = [(start, shape[0] if shape else 1, prod(shape[1:])) for start, shape in sizes]
-        self._shapes = [(start, a, b) for start, a, b in shapes if rank * (a + b) <= a * b // 2]
+        places = [MatrixPlace(start, shape[0] if shape else 1, prod(shape[1:])) for start, shape in sizes]
+        self._places = [place for place in places if rank * (place.a + place.b) <= place.a * place.b // 2]
         self._matrices: list[Matrix] = []
 
     def _plain(self, n: int) -> list[slice]:
         """The parts of a buffer of n values that are in no matrix."""
-        starts, ends = [start for start, _, _ in self._shapes], [start + a * b for start, a, b in self._shapes]
-        return [slice(end, start) for end, start in zip([0, *ends], [*starts, n])]
+        ends = [0, *(place.end for place in self._places)]
+        starts = [*(place.start for place in self._places), n]
+        return [slice(end, start) for end, start in zip(ends, starts)]
 
     def _sum(self, values: Tensor, group: Group) -> None:
         plain = self._plain(len(values))
         if any(part.stop < part.start for part in plain):
             raise ShapeMismatch(f"{group.where(LABEL)}: {len(values)} values, in which the parts do not lie one after the other")
         if not self._matrices:
-            self._matrices = [begin(start, a, b, self.rank, values.device) for start, a, b in self._shapes]
+            self._matrices = [new_matrix(place, self.rank, values.device) for place in self._places]
         if values.is_meta:   # on paper: only what is kept counts
             return
         products = [matrix.absorb(matrix.of(values)) for matrix in self._matrices]
@@ -212,15 +227,17 @@ class PowerSGD(Compressed):
 
     def bill(self, n: int, group: Group) -> Bill:
         """What this rank of `group` sends for n values."""
-        ps, qs = (sum(4 * self.rank * shape[side] for shape in self._shapes) for side in (1, 2))
-        plain = 4 * (n - sum(a * b for _, a, b in self._shapes))
         if not n:
             return Bill()
+        ps = 4 * self.rank * sum(place.a for place in self._places)
+        qs = 4 * self.rank * sum(place.b for place in self._places)
+        plain = 4 * (n - sum(place.a * place.b for place in self._places))
         return all_reduce_bill(ps + plain, group.size) + (all_reduce_bill(qs, group.size) if qs else Bill())
 
 
-def begin(start: int, a: int, b: int, rank: int, device: torch.device) -> Matrix:
+def new_matrix(place: MatrixPlace, rank: int, device: torch.device) -> Matrix:
     """A matrix at its first step: no error, and a random Q, the same on all ranks."""
+    start, a, b = place
     zeros = partial(torch.zeros, dtype=torch.float32, device=device)
     return Matrix(start, zeros(a, b), zeros(a, rank), zeros(rank, b), first_directions(start, rank, b).to(device))
 

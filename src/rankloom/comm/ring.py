@@ -64,13 +64,13 @@ def ring_all_gather(x: Tensor, group: Group, *, out: Tensor | None = None) -> Te
     raises: NotContiguous; ShapeMismatch when `x` is not this rank's piece of `out`
     source: Patarasuk & Yuan 2009
     """
-    pieces, out = gathering(x, group, out, "ring_all_gather")
+    pieces, out = begin_all_gather(x, group, out, "ring_all_gather")
     _gather_around(pieces, group.rank, group, "ring_all_gather")
     return out
 
 
-def gathering(x: Tensor, group: Group, out: Tensor | None, label: str) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The pieces of an all-gather's result, this rank's filled in, and the result. raises: see `ring_all_gather`"""
+def begin_all_gather(x: Tensor, group: Group, out: Tensor | None, label: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Check and allocate: the pieces of an all-gather's result, this rank's filled in, and the result. raises: see `ring_all_gather`"""
     given = require_rows(x, group, label)
     if out is None:
         out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))

@@ -50,7 +50,7 @@ class CompressedScatter:
             errors = self._errors = torch.zeros(p - 1, each, dtype=torch.float32, device=x.device)
         slices = x.float().view(p, each)   # no copy where it is fp32
         total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        step = self.step(p)
+        step = self.values_in_piece(p)
         pieces = [slice(at, at + step) for at in range(0, each, step)]
         staggered([self._stages(slices[:, piece], errors[:, piece], total[piece], group) for piece in pieces])
         return out if total is out else out.copy_(total)
@@ -70,8 +70,8 @@ class CompressedScatter:
             form.dequantise(inbox[rank], term)
             total.add_(term)
 
-    def step(self, p: int) -> int:
-        """Values of a slice in a piece: whole blocks."""
+    def values_in_piece(self, p: int) -> int:
+        """How many of each slice: whole blocks."""
         return self._piece or max(1, PIECE_BYTES // (p * self.form.record)) * self.form.block
 
     def held(self) -> int:
@@ -85,6 +85,6 @@ class CompressedScatter:
 
     def bill(self, n: int, p: int) -> Bill:
         """What one of p ranks sends for n values in all."""
-        each, step = n // p, self.step(p)
+        each, step = n // p, self.values_in_piece(p)
         records = sum(-(-min(step, each - at) // self.form.block) for at in range(0, each, step))
         return Bill(sent=(p - 1) * records * self.form.record, messages=(p - 1) * -(-each // step))

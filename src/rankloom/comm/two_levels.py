@@ -9,6 +9,7 @@ So the slow link is never idle. Where nodes differ in size, and on a GPU, comm/h
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -63,7 +64,7 @@ class TwoLevels(Compressed):
             hierarchical_all_reduce(values, group, group.topology.nodes, between=self.between)
             return
         inside, across = _levels_of(group)
-        step = self.between.step(across.size)   # values of a slice
+        step = self.between.values_in_piece(across.size)   # values of a slice
         pieces = [[values[start:end] for start, end in spans] for spans in cut_in_pieces(len(values), step, inside.size)]
         self.between.remember(sum(len(slices[inside.rank]) for slices in pieces), across)
         staggered([_sum_slices(slices, inside, LABEL, partial(self.between.stages, at * step, group=across))
@@ -83,7 +84,7 @@ class TwoLevels(Compressed):
         if n and not _overlaps(group):
             return hierarchical_all_reduce_bill(n, nodes, 4, group.rank, between=lambda n, m, itemsize, rank: self.between.bill_for(n, m))
         place, total = nodes[node].index(group.rank), Bill()
-        for spans in cut_in_pieces(n, self.between.step(len(nodes)), len(nodes[node])):
+        for spans in cut_in_pieces(n, self.between.values_in_piece(len(nodes)), len(nodes[node])):
             lengths = [end - start for start, end in spans]
             mine = lengths.pop(place)
             total += Bill(sent=4 * (sum(lengths) + len(lengths) * mine), messages=sum(map(bool, lengths)) + len(lengths) * bool(mine))
@@ -97,10 +98,13 @@ def cut_in_pieces(n: int, step: int, s: int) -> list[list[tuple[int, int]]]:
     >>> cut_in_pieces(10, step=2, s=3)
     [[(0, 2), (2, 4), (4, 6)], [(6, 8), (8, 10), (10, 10)]]
     """
-    pieces = [(start, min(start + s * step, n)) for start in range(0, n, s * step)]
-    each = [(end - start + s - 1) // s for start, end in pieces]
-    return [[(min(start + k * length, end), min(start + (k + 1) * length, end)) for k in range(s)]
-            for (start, end), length in zip(pieces, each)]
+    pieces = []
+    for start in range(0, n, s * step):
+        end = min(start + s * step, n)
+        each = -(-(end - start) // s)
+        cuts = [min(start + k * each, end) for k in range(s + 1)]
+        pieces.append(list(pairwise(cuts)))
+    return pieces
 
 
 def _sum_slices(slices: Sequence[Tensor], group: Group, label: str,

@@ -32,10 +32,10 @@ class UnitSums:
     def __init__(self, unit: Unit, replicas: Group, summing: Summing, *, exact: bool = False):
         self.unit, self.replicas, self.summing = unit, replicas, summing
         whole = [(slot.start, slot.shape) for slot in unit.layout.slots] if unit.group.size == 1 else []   # else slices cut them
-        self.late = summing.late()
+        self.late = summing.new_late_sums()
         exact = exact or not unit.formats.reduce.is_floating_point   # complex numbers
-        self._lossy_all_reduce = summing.lossy(whole) if replicas.size > 1 and not exact else None
-        self._lossy_scatter = summing.scatter() if unit.group.size > 1 == replicas.size and not exact else None
+        self._lossy_all_reduce = summing.new_compressed(whole) if replicas.size > 1 and not exact else None
+        self._lossy_scatter = summing.new_compressed_scatter() if unit.group.size > 1 == replicas.size and not exact else None
         self._group = unit.group if self._lossy_scatter else replicas   # that of the compressed collective
         # Without a second connection it would mix with the gathers of backward.
         self._worker = worker_beside(self._group) if self.is_compressed and self._group.twin else None

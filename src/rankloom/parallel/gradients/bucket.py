@@ -34,8 +34,8 @@ class Bucket:
         self.views: dict[str, Tensor] = {}   # name -> gradient, while the bucket is open
         self._backward = -1   # number of the backward in which it was opened; -1 outside
         self.open()
-        self._late = summing.late()
-        self.algorithm = summing.algorithm([(slot.start, slot.shape_in_memory) for slot in self.slots], self.dtype)
+        self._late = summing.new_late_sums()
+        self.algorithm = summing.new_all_reduce([(slot.start, slot.shape_in_memory) for slot in self.slots], self.dtype)
         self.waiting_for = set(owners)
         self.wait: Callable[[], Any] | None = None   # waits for the all-reduce, while that is in flight
         for name, owner in owners.items():

@@ -24,7 +24,7 @@ class EmbeddingGradients:
         pays = group.device.type == "cpu" and group.size > 1
         self._owners = {name: owner for name, owner in owners.items() if pays and name in names and owner.dtype in BITS}
         self._group, self._summing = group, summing
-        self._lossy = {name: summing.lossy([(0, owner.shape)]) for name, owner in self._owners.items()}
+        self._lossy = {name: summing.new_compressed([(0, owner.shape)]) for name, owner in self._owners.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._owners

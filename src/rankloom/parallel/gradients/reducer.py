@@ -180,7 +180,7 @@ class GradientReducer:
 
     def _start(self, bucket: Bucket, label: str) -> Callable[[], Any]:
         """Start the all-reduce of a bucket. Returns a function that waits for it."""
-        algorithm = self.summing.now(bucket.algorithm)
+        algorithm = self.summing.all_reduce_now(bucket.algorithm)
         if algorithm is None:
             return self.group.all_reduce(bucket.flat, label=label, async_op=True).wait   # type: ignore[no-any-return]
         return start_beside(self._worker, partial(algorithm, bucket.flat), self.group)
