@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
 from rankloom.base.float8 import E4M3, cast, magnitude
-from rankloom.shard.float8 import decode, encode_slice, piece_amaxes
+from rankloom.shard.float8 import decode, encode_slice, own_amaxes
 from rankloom.shard.layout import lay_out_evenly
 
 SHAPES = {"a": (48, 16), "b": (16, 16), "c": (80, 32), "tiny": (1, 16)}
@@ -29,7 +29,7 @@ def gathered(world: rl.World, given: dict[str, torch.Tensor]):
     for slot in layout.slots:
         flat[slot.start : slot.end] = given[slot.name].flatten()
     own = flat[slice(*layout.span(group.rank))].clone()
-    amaxes = group.all_reduce(piece_amaxes(own, layout, group.rank), "max")
+    amaxes = group.all_reduce(own_amaxes(own, layout, group.rank), "max")
     encoded = torch.full((len(own),), 255, dtype=torch.uint8)
     encode_slice(own, layout, group.rank, amaxes, encoded)
     return decode(group.all_gather(encoded), layout, amaxes), layout
@@ -41,7 +41,7 @@ def test_gathering_in_eight_bits_gives_what_casting_the_whole_weight_gives(p, dt
     whole = {name: cast(weight, E4M3, magnitude(weight)) for name, weight in weights(dtype).items()}
     for found, layout in rl.simulate(rl.Mesh(shard=p), lambda world: gathered(world, weights(dtype))):
         assert list(found) == list(whole)
-        assert p == 1 or any(layout.piece(name, rank) != (0, 0) for name in whole for rank in range(1, p))
+        assert p == 1 or any(layout.slice_of(name, rank) != (0, 0) for name in whole for rank in range(1, p))
         for name, weight in whole.items():
             assert torch.equal(found[name].data.view(torch.uint8), weight.data.view(torch.uint8)), name
             assert torch.equal(found[name].scale, weight.scale)
@@ -61,9 +61,9 @@ def test_what_lies_between_weights_travels_as_zeros():
 def test_weights_are_cut_inside_and_some_ranks_own_nothing_of_some():
     """Else the test above would prove little."""
     layout = lay_out_evenly({name: torch.Size(shape) for name, shape in SHAPES.items()}, 1, 4)
-    pieces = {name: [layout.piece(name, rank) for rank in range(4)] for name in SHAPES}
-    assert any(first > 0 for parts in pieces.values() for first, _ in parts)
-    assert any((0, 0) in parts for parts in pieces.values())
+    slices = {name: [layout.slice_of(name, rank) for rank in range(4)] for name in SHAPES}
+    assert any(first > 0 for parts in slices.values() for first, _ in parts)
+    assert any((0, 0) in parts for parts in slices.values())
 
 
 def test_the_magnitudes_of_a_slice_take_as_many_operations_for_any_number_of_weights():
@@ -78,7 +78,7 @@ def test_the_magnitudes_of_a_slice_take_as_many_operations_for_any_number_of_wei
                 return func(*args, **(kwargs or {}))
 
         with Counting():
-            piece_amaxes(torch.ones(layout.total // 2), layout, 0)
+            own_amaxes(torch.ones(layout.total // 2), layout, 0)
         return number
     assert operations(2) == operations(20)
 

@@ -1,4 +1,4 @@
-"""Layouts of units: every element has one owner, and every tensor is covered by its pieces."""
+"""Layouts of units: every element has one owner, and every tensor is covered by its slices."""
 
 import torch
 from hypothesis import given
@@ -13,8 +13,8 @@ SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(torch.Size), min_s
 def test_the_pieces_of_a_tensor_cover_it_once_in_rank_order(shapes, ranks, itemsize):
     layout = lay_out_evenly({f"t{i}": shape for i, shape in enumerate(shapes)}, itemsize, ranks)
     for slot in layout.slots:
-        pieces = [layout.piece(slot.name, rank) for rank in range(ranks)]
-        covered = [element for start, stop in pieces for element in range(start, stop)]
+        slices = [layout.slice_of(slot.name, rank) for rank in range(ranks)]
+        covered = [element for start, stop in slices for element in range(start, stop)]
         assert covered == list(range(slot.shape.numel()))
 
 

@@ -24,9 +24,9 @@ def test_every_tensor_is_whole_in_exactly_one_span_aligned_and_beside_the_others
     for slot in layout.slots:
         assert slot.start * itemsize % ALIGN == 0 and slot.end <= layout.total
         whole = (0, slot.shape.numel())
-        homes = [rank for rank in range(ranks) if layout.piece(slot.name, rank) == whole]
+        homes = [rank for rank in range(ranks) if layout.slice_of(slot.name, rank) == whole]
         assert len(homes) == (1 if slot.shape.numel() else ranks)   # all ranks have all of nothing
-        assert all(layout.piece(slot.name, rank) == (0, 0) for rank in range(ranks) if rank not in homes)
+        assert all(layout.slice_of(slot.name, rank) == (0, 0) for rank in range(ranks) if rank not in homes)
 
 
 @given(SHAPES, ITEMSIZES, st.integers(1, 5))
@@ -59,4 +59,4 @@ def test_equal_tensors_go_to_the_ranks_in_turn():
 
 def test_more_ranks_than_tensors_leaves_some_with_padding_only():
     layout = lay_out_matrices({"w": torch.Size([2, 8])}, itemsize=4, ranks=3)
-    assert layout.total == 48 and [layout.piece("w", rank) for rank in range(3)] == [(0, 16), (0, 0), (0, 0)]
+    assert layout.total == 48 and [layout.slice_of("w", rank) for rank in range(3)] == [(0, 16), (0, 0), (0, 0)]

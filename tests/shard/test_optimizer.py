@@ -1,4 +1,4 @@
-"""An optimizer over pieces updates each element to the very bits of the optimizer over whole parameters."""
+"""An optimizer over slices updates each element to the very bits of the optimizer over whole parameters."""
 
 import pytest
 import torch
@@ -7,22 +7,22 @@ from torch import nn
 from rankloom.base.errors import ConfigError
 from rankloom.shard.optimizer import (
     Optimizers,
-    OwnedRun,
+    ParameterSlice,
     give_owners,
     is_elementwise,
     make_optimizer,
     needs_whole_matrices,
     stand_in,
 )
-from shard.pieces import ELEMENTWISE, SHAPES, STEPS, WHOLE, Pieces, RowNorm, by_dims, draw, gradients, muon_and_adamw, optim, train_whole
+from shard.slices import ELEMENTWISE, SHAPES, STEPS, WHOLE, RowNorm, Slices, by_dims, draw, gradients, muon_and_adamw, optim, train_whole
 
 
 def expect_pieces_of_the_whole(build, ranks, dtype=torch.float32):
     expected, _ = train_whole(build, dtype)
     for rank in range(ranks):
-        mine = Pieces(build, rank, ranks, dtype).train()
+        mine = Slices(build, rank, ranks, dtype).train()
         for name, owner in mine.owners.items():
-            assert torch.equal(owner.detach().view(-1), mine.pieces[name].cut(expected[name].detach())), f"{name} on rank {rank}"
+            assert torch.equal(owner.detach().view(-1), mine.slices[name].cut(expected[name].detach())), f"{name} on rank {rank}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -40,10 +40,10 @@ def test_whole_tensors_given_to_ranks_in_turn_are_updated_to_the_bits_of_one_pro
 
 def test_these_tests_cut_parameters_and_leave_ranks_without():
     """Otherwise they would prove nothing."""
-    pieces = [Pieces(by_dims, rank, 3).pieces for rank in range(3)]
-    assert any(not p.is_whole and not p.is_empty for p in pieces[1].values())
-    assert [p["pair"].is_empty for p in pieces].count(True) == 2
-    assert {name for name, p in Pieces(muon_and_adamw, 0, 3).pieces.items() if not p.is_empty} < SHAPES.keys()
+    slices = [Slices(by_dims, rank, 3).slices for rank in range(3)]
+    assert any(not p.is_whole and not p.is_empty for p in slices[1].values())
+    assert [p["pair"].is_empty for p in slices].count(True) == 2
+    assert {name for name, p in Slices(muon_and_adamw, 0, 3).slices.items() if not p.is_empty} < SHAPES.keys()
 
 
 def test_the_users_function_sees_the_plain_shapes_flags_and_attributes_and_no_memory():
@@ -56,7 +56,7 @@ def test_the_users_function_sees_the_plain_shapes_flags_and_attributes_and_no_me
 
 
 def test_groups_and_settings_are_those_that_the_user_made():
-    mine = Pieces(by_dims, 1, 2)
+    mine = Slices(by_dims, 1, 2)
     decayed, others = mine.optimizer.param_groups
     names = {id(owner): name for name, owner in mine.owners.items()}
     assert {names[id(p)] for p in decayed["params"]} == {name for name, shape in SHAPES.items() if len(shape) >= 2}
@@ -65,8 +65,8 @@ def test_groups_and_settings_are_those_that_the_user_made():
 
 
 def test_state_made_at_the_start_is_cut_to_the_piece():
-    mine = next(p for p in (Pieces(ELEMENTWISE["adagrad"], rank, 2) for rank in range(2)) if not p.pieces["scale"].is_empty)
-    assert {id(p) for p in mine.optimizer.state} == {id(mine.owners[name]) for name, piece in mine.pieces.items() if not piece.is_empty}
+    mine = next(p for p in (Slices(ELEMENTWISE["adagrad"], rank, 2) for rank in range(2)) if not p.slices["scale"].is_empty)
+    assert {id(p) for p in mine.optimizer.state} == {id(mine.owners[name]) for name, owned in mine.slices.items() if not owned.is_empty}
     for owner, held in mine.optimizer.state.items():
         assert held["sum"].shape == owner.shape and held["step"].shape == ()
         assert held["sum"].untyped_storage().nbytes() == held["sum"].nbytes, "the whole is still in memory"
@@ -81,19 +81,19 @@ def test_a_plain_optimizers_state_that_is_loaded_is_cut_to_the_pieces_and_goes_o
     expected, _ = train_whole(build)
     before, _ = train_whole(build, steps=2)
     for rank in range(ranks):
-        mine = Pieces(build, rank, ranks)
+        mine = Slices(build, rank, ranks)
         with torch.no_grad():
             for at, owner in mine.owners.items():
-                owner.copy_(mine.pieces[at].cut(before[at]).view(owner.shape))
+                owner.copy_(mine.slices[at].cut(before[at]).view(owner.shape))
         mine.optimizer.load_state_dict(plain.state_dict())
         mine.optimizer.load_state_dict(mine.optimizer.state_dict())   # what is cut already stays so
         mine.train(range(2, STEPS))
         for at, owner in mine.owners.items():
-            assert torch.equal(owner.detach().view(-1), mine.pieces[at].cut(expected[at].detach())), f"{at} on rank {rank}"
+            assert torch.equal(owner.detach().view(-1), mine.slices[at].cut(expected[at].detach())), f"{at} on rank {rank}"
 
 
 def test_what_a_loaded_state_holds_for_no_parameter_is_kept():
-    mine = Pieces(ELEMENTWISE["sgd nesterov"], 1, 2)
+    mine = Slices(ELEMENTWISE["sgd nesterov"], 1, 2)
     _, plain = train_whole(ELEMENTWISE["sgd nesterov"], steps=1)
     loaded = plain.state_dict()
     mine.optimizer.load_state_dict(loaded | {"state": loaded["state"] | {"for all": 7}})
@@ -101,7 +101,7 @@ def test_what_a_loaded_state_holds_for_no_parameter_is_kept():
 
 
 def test_a_state_that_is_neither_whole_nor_this_ranks_piece_is_refused():
-    others, mine = Pieces(by_dims, 0, 2).train().optimizer.state_dict(), Pieces(by_dims, 1, 3)
+    others, mine = Slices(by_dims, 0, 2).train().optimizer.state_dict(), Slices(by_dims, 1, 3)
     with pytest.raises(ConfigError, match=r"state 'exp_avg' of wide has the shape \[207\], expected \[9, 23\].*\.load_full_state_dict"):
         mine.optimizer.load_state_dict(others)
     assert not mine.optimizer.state
@@ -109,8 +109,8 @@ def test_a_state_that_is_neither_whole_nor_this_ranks_piece_is_refused():
 
 def test_a_rank_remembers_nothing_of_what_it_does_not_own():
     for name in ("adamw fused", "adagrad", "sgd nesterov"):
-        mine = Pieces(ELEMENTWISE[name], 2, 3).train()
-        empty = {id(mine.owners[n]) for n, piece in mine.pieces.items() if piece.is_empty}
+        mine = Slices(ELEMENTWISE[name], 2, 3).train()
+        empty = {id(mine.owners[n]) for n, owned in mine.slices.items() if owned.is_empty}
         assert empty and not empty & {id(p) for p in mine.optimizer.state}
 
 
@@ -119,7 +119,7 @@ def test_a_rank_that_owns_nothing_at_all_steps_too(name):
     stand_ins = {name: stand_in(nn.Parameter(torch.zeros(shape))) for name, shape in {"w": (2, 3), "b": (2,)}.items()}
     optimizer = make_optimizer({**ELEMENTWISE, **WHOLE}[name], stand_ins)
     owners = {name: nn.Parameter(torch.zeros(0)) for name in stand_ins}
-    give_owners(optimizer, stand_ins, owners, {name: OwnedRun(name, p.shape, 0, 0) for name, p in stand_ins.items()})
+    give_owners(optimizer, stand_ins, owners, {name: ParameterSlice(name, p.shape, 0, 0) for name, p in stand_ins.items()})
     optimizer.step()
     optimizer.zero_grad()
     assert optimizer.state == {}
@@ -171,7 +171,7 @@ def test_a_cut_tensor_is_not_given_to_an_optimizer_that_needs_it_whole():
     stand_ins = {"w": stand_in(torch.zeros(4, 4))}
     optimizer = make_optimizer(optim.Muon, stand_ins)
     with pytest.raises(AssertionError, match="w is cut, but its optimizer needs it whole"):
-        give_owners(optimizer, stand_ins, {"w": nn.Parameter(torch.zeros(8))}, {"w": OwnedRun("w", torch.Size([4, 4]), 0, 8)})
+        give_owners(optimizer, stand_ins, {"w": nn.Parameter(torch.zeros(8))}, {"w": ParameterSlice("w", torch.Size([4, 4]), 0, 8)})
 
 
 # ------------------------------------------------------------------ several optimizers as one

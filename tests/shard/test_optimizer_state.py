@@ -1,4 +1,4 @@
-"""State over pieces: whole it is that of one process, and any number of ranks goes on from it."""
+"""State over slices: whole it is that of one process, and any number of ranks goes on from it."""
 
 from functools import partial
 
@@ -8,16 +8,16 @@ from torch import nn
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError, ModelMismatch
-from rankloom.shard.optimizer import OwnedRun, make_optimizer
+from rankloom.shard.optimizer import ParameterSlice, make_optimizer
 from rankloom.shard.optimizer_state import gather_optimizer_state, load_optimizer_state, misfit
-from shard.pieces import ELEMENTWISE, STEPS, WHOLE, Pieces, by_dims, optim, plain_state, train_whole
+from shard.slices import ELEMENTWISE, STEPS, WHOLE, Slices, by_dims, optim, plain_state, train_whole
 
 ALL = {**ELEMENTWISE, **{f"whole {name}": build for name, build in WHOLE.items()}}
 
 
 def gathered(world: rl.World, build, rank: int | None = None, steps: int = STEPS) -> dict | None:
-    mine = Pieces(build, world.rank, world.size).train(range(steps))
-    return gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world, rank=rank)
+    mine = Slices(build, world.rank, world.size).train(range(steps))
+    return gather_optimizer_state(mine.optimizer, mine.owners, mine.slices, world, rank=rank)
 
 
 def expect_same_state(mine: dict, expected: dict) -> None:
@@ -57,17 +57,17 @@ def test_one_rank_alone_can_get_the_whole(rank):
 
 def test_each_piece_is_sent_once_to_the_one_rank_that_gets_it():
     def body(world):
-        mine = Pieces(by_dims, world.rank, world.size).train()
+        mine = Slices(by_dims, world.rank, world.size).train()
         sent, send = [], world.send
         world.send = lambda x, to, **more: (sent.append((to, x.nbytes)), send(x, to, **more))
-        whole = gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world, rank=1)
+        whole = gather_optimizer_state(mine.optimizer, mine.owners, mine.slices, world, rank=1)
         own = sum(value.nbytes for held in mine.optimizer.state.values() for value in held.values() if value.dim())
         return sent, own, whole and sum(value.nbytes for held in whole["state"].values() for value in held.values())
 
     (first, own_0, _), (none, own_1, whole), (last, own_2, _) = rl.simulate(3, body)
     assert none == [] and {to for to, _ in first + last} == {1}
     counters = whole - own_0 - own_1 - own_2
-    assert 0 < counters < 50   # "step" of each parameter, from the first rank that has a piece of it
+    assert 0 < counters < 50   # "step" of each parameter, from the first rank that has a slice of it
     assert own_0 <= sum(n for _, n in first) <= own_0 + counters and own_2 <= sum(n for _, n in last) <= own_2 + counters
 
 
@@ -84,21 +84,21 @@ def test_any_number_of_ranks_goes_on_from_the_state_of_any_other_number(name):
     for before, after in ((1, 3), (3, 2), (2, 4)):
         saved = rl.simulate(before, lambda world: gathered(world, ALL[name], rank=0, steps=3))[0]
         for rank in range(after):
-            mine = Pieces(ALL[name], rank, after)
-            for owner, piece in ((mine.owners[n], mine.pieces[n]) for n in mine.owners):
-                owner.data.copy_(piece.cut(early[piece.name].detach()).view(owner.shape))
-            load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=rank)
-            assert not any(mine.pieces[n].is_empty for n, owner in mine.owners.items() if owner in mine.optimizer.state)
+            mine = Slices(ALL[name], rank, after)
+            for owner, owned in ((mine.owners[n], mine.slices[n]) for n in mine.owners):
+                owner.data.copy_(owned.cut(early[owned.name].detach()).view(owner.shape))
+            load_optimizer_state(mine.optimizer, mine.owners, mine.slices, saved, rank=rank)
+            assert not any(mine.slices[n].is_empty for n, owner in mine.owners.items() if owner in mine.optimizer.state)
             mine.train(range(3, STEPS))
             for n, owner in mine.owners.items():
-                assert torch.equal(owner.detach().view(-1), mine.pieces[n].cut(expected[n].detach())), f"{n} on rank {rank} of {after}"
+                assert torch.equal(owner.detach().view(-1), mine.slices[n].cut(expected[n].detach())), f"{n} on rank {rank} of {after}"
 
 
 def test_what_is_loaded_is_a_copy_and_replaces_what_was_there():
     saved = gathered_alone(by_dims)
-    mine = Pieces(by_dims, 0, 1).train(range(1))
+    mine = Slices(by_dims, 0, 1).train(range(1))
     mine.optimizer.state[mine.owners["unused"]] = {"step": torch.tensor(9.0)}
-    load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=0)
+    load_optimizer_state(mine.optimizer, mine.owners, mine.slices, saved, rank=0)
     assert mine.owners["unused"] not in mine.optimizer.state
     kept = saved["state"]["wide"]["exp_avg"].clone()
     mine.train(range(1))
@@ -112,8 +112,8 @@ def gathered_alone(build, steps: int = STEPS) -> dict:
 def test_rates_are_taken_over_and_how_to_compute_is_not():
     saved = gathered_alone(lambda p: optim.AdamW(p, lr=0.5, betas=(0.5, 0.75), fused=True))
     saved["param_groups"][0] |= {"capturable": True, "differentiable": True, "betas": [0.5, 0.75]}   # a list, as JSON has it
-    mine = Pieces(lambda p: optim.AdamW(p, lr=0.1, foreach=True), 0, 1)
-    load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=0)
+    mine = Slices(lambda p: optim.AdamW(p, lr=0.1, foreach=True), 0, 1)
+    load_optimizer_state(mine.optimizer, mine.owners, mine.slices, saved, rank=0)
     group = mine.optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["fused"], group["foreach"]) == (0.5, (0.5, 0.75), None, True)
     assert (group["capturable"], group["differentiable"]) == (False, False)
@@ -124,8 +124,8 @@ def test_groups_may_know_more_or_less_than_the_saved_ones():
     saved = gathered_alone(by_dims)
     saved["param_groups"][0]["initial_lr"] = torch.tensor(0.5)
     del saved["param_groups"][1]["maximize"]
-    mine = Pieces(by_dims, 0, 1)
-    load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=0)
+    mine = Slices(by_dims, 0, 1)
+    load_optimizer_state(mine.optimizer, mine.owners, mine.slices, saved, rank=0)
     saved["param_groups"][0]["initial_lr"].zero_()
     assert mine.optimizer.param_groups[0]["initial_lr"] == 0.5 and mine.optimizer.param_groups[1]["maximize"] is False
 
@@ -137,7 +137,7 @@ def test_a_counter_is_beside_the_parameter_only_where_a_kernel_reads_it(how, dev
     optimizer = make_optimizer(lambda p: optim.AdamW(p, **how), owners)
     state = {"w": {"step": torch.tensor(3.0, dtype=torch.float64), "exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.ones(2, 3)}}
     saved = {"state": state, "param_groups": [{"params": ["w"], "lr": 0.5}]}
-    load_optimizer_state(optimizer, owners, {"w": OwnedRun("w", torch.Size([2, 3]), 0, 6)}, saved, rank=0)
+    load_optimizer_state(optimizer, owners, {"w": ParameterSlice("w", torch.Size([2, 3]), 0, 6)}, saved, rank=0)
     held = optimizer.state[owners["w"]]
     assert (held["step"].device.type, held["step"].dtype) == (device, dtype)
     assert held["exp_avg"].device.type == "meta" and held["exp_avg"].shape == (6,)
@@ -146,10 +146,10 @@ def test_a_counter_is_beside_the_parameter_only_where_a_kernel_reads_it(how, dev
 def test_state_of_matrices_is_held_to_their_shapes_and_state_of_any_other_shape_is_let_be():
     saved = gathered_alone(WHOLE["muon"])
     saved["state"]["wide"]["momentum_buffer"] = torch.zeros(23, 9)
-    mine = Pieces(WHOLE["muon"], 0, 1)
-    assert "momentum_buffer of wide has shape (23, 9), expected (9, 23)" in misfit(mine.optimizer, mine.owners, mine.pieces, saved)
-    other = Pieces(WHOLE["adafactor"], 0, 1)
-    assert misfit(other.optimizer, other.owners, other.pieces, gathered_alone(WHOLE["adafactor"])) is None
+    mine = Slices(WHOLE["muon"], 0, 1)
+    assert "momentum_buffer of wide has shape (23, 9), expected (9, 23)" in misfit(mine.optimizer, mine.owners, mine.slices, saved)
+    other = Slices(WHOLE["adafactor"], 0, 1)
+    assert misfit(other.optimizer, other.owners, other.slices, gathered_alone(WHOLE["adafactor"])) is None
 
 
 def test_state_of_torchs_own_takes_the_dtype_of_the_parameter_and_that_of_others_keeps_its_own():
@@ -158,10 +158,10 @@ def test_state_of_torchs_own_takes_the_dtype_of_the_parameter_and_that_of_others
 
     saved = gathered_alone(ELEMENTWISE["sgd nesterov"])
     for build, dtype in ((ELEMENTWISE["sgd nesterov"], torch.float64), (lambda p: Wide(p, nesterov=True, momentum=0.9), torch.float32)):
-        mine = Pieces(build, 0, 1, torch.float64)
-        load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=0)
+        mine = Slices(build, 0, 1, torch.float64)
+        load_optimizer_state(mine.optimizer, mine.owners, mine.slices, saved, rank=0)
         assert {held["momentum_buffer"].dtype for held in mine.optimizer.state.values()} == {dtype}
-    assert Pieces(ELEMENTWISE["adamw"], 0, 1, torch.float64).train().optimizer.param_groups   # and goes on
+    assert Slices(ELEMENTWISE["adamw"], 0, 1, torch.float64).train().optimizer.param_groups   # and goes on
 
 
 @pytest.mark.parametrize("spoil, said", [
@@ -179,19 +179,19 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(spoil, said):
     saved = gathered_alone(by_dims)
     spoil(saved)
     saved["param_groups"][0]["lr"] = 7.0
-    mine = Pieces(by_dims, 3, 4).train(range(2))
-    assert mine.pieces["pair"].is_empty
+    mine = Slices(by_dims, 3, 4).train(range(2))
+    assert mine.slices["pair"].is_empty
     before = {id(p): {k: v.clone() for k, v in held.items()} for p, held in mine.optimizer.state.items()}
     with pytest.raises(ModelMismatch, match=said):
-        load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, saved, rank=3)
+        load_optimizer_state(mine.optimizer, mine.owners, mine.slices, saved, rank=3)
     assert mine.optimizer.param_groups[0]["lr"] == 0.1
     assert all(torch.equal(v, before[id(p)][k]) for p, held in mine.optimizer.state.items() for k, v in held.items())
 
 
 def test_state_that_a_rank_has_lost_or_has_otherwise_is_told_on_all_ranks():
     def body(world):
-        mine = Pieces(by_dims, world.rank, world.size).train()
-        gather = lambda: gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world)
+        mine = Slices(by_dims, world.rank, world.size).train()
+        gather = lambda: gather_optimizer_state(mine.optimizer, mine.owners, mine.slices, world)
         if world.rank == 1:
             mine.optimizer.state[mine.owners["wide"]]["exp_avg"] = mine.optimizer.state[mine.owners["wide"]]["exp_avg"].double()
         with pytest.raises(ModelMismatch, match=r"rank 1: .* wide is .*exp_avg \(float64\).*, but on rank 0 it is .*exp_avg \(float32\)"):
@@ -206,18 +206,18 @@ def test_state_that_a_rank_has_lost_or_has_otherwise_is_told_on_all_ranks():
             gather()
         return True
 
-    shared = [not Pieces(by_dims, rank, 4).pieces["wide"].is_empty for rank in range(4)]
+    shared = [not Slices(by_dims, rank, 4).slices["wide"].is_empty for rank in range(4)]
     assert shared[:2] == [True, True]
     assert all(rl.simulate(4, body))
 
 
 def test_state_of_a_kind_that_cannot_be_sent_is_told_on_all_ranks():
     def body(world):
-        mine = Pieces(by_dims, world.rank, world.size).train()
+        mine = Slices(by_dims, world.rank, world.size).train()
         if world.rank == 1:
             mine.optimizer.state[mine.owners["tall"]]["history"] = [1, 2]
         with pytest.raises((ConfigError, ModelMismatch), match="history"):
-            gather_optimizer_state(mine.optimizer, mine.owners, mine.pieces, world, rank=0)
+            gather_optimizer_state(mine.optimizer, mine.owners, mine.slices, world, rank=0)
         return True
 
     assert all(rl.simulate(2, body))
@@ -228,7 +228,7 @@ def one_parameter(world: rl.World, shape: tuple[int, ...], start: int, stop: int
     owners = {"w": nn.Parameter(torch.zeros(stop - start))}
     optimizer = make_optimizer(optim.SGD, owners)
     optimizer.state[owners["w"]] = held
-    return gather_optimizer_state(optimizer, owners, {"w": OwnedRun("w", torch.Size(shape), start, stop)}, world)["state"]["w"]
+    return gather_optimizer_state(optimizer, owners, {"w": ParameterSlice("w", torch.Size(shape), start, stop)}, world)["state"]["w"]
 
 
 def test_state_of_which_two_ranks_hold_the_same_is_told_on_all_ranks():
@@ -254,7 +254,7 @@ def test_values_of_any_kind_and_dtype_come_through():
 
 
 def test_one_number_for_a_whole_tensor_comes_from_the_first_rank_that_has_a_piece():
-    """Also where the last rank's piece has as many elements as the number has."""
+    """Also where the last rank's slice has as many elements as the number has."""
     cuts = (0, 0, 3, 4)   # rank 0 has nothing, and remembers something outdated
 
     def body(world):
@@ -268,8 +268,8 @@ def test_one_number_for_a_whole_tensor_comes_from_the_first_rank_that_has_a_piec
 
 def test_a_counter_of_a_parameter_without_dims_stays_without_dims():
     for build in (ELEMENTWISE["nadam"], lambda p: optim.NAdam([q for q in p if q.ndim == 0])):
-        mine = Pieces(build, 0, 1)
-        load_optimizer_state(mine.optimizer, mine.owners, mine.pieces, gathered_alone(build), rank=0)
+        mine = Slices(build, 0, 1)
+        load_optimizer_state(mine.optimizer, mine.owners, mine.slices, gathered_alone(build), rank=0)
         held = mine.optimizer.state[mine.owners["scale"]]
         assert held["exp_avg"].shape == mine.owners["scale"].shape == (1,) and held["step"].shape == ()
 

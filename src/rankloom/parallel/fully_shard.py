@@ -37,7 +37,7 @@ from rankloom.parallel.replicas.refused import expect_model_and_group, expect_no
 from rankloom.parallel.sections.forward_backward import Moment
 from rankloom.parallel.sections.reduction_order import Reducing
 from rankloom.parallel.sections.sharding import Sharding
-from rankloom.parallel.sections.state_dict import expect_own_parameters, full_values, load_values, owned_pieces
+from rankloom.parallel.sections.state_dict import expect_own_parameters, full_values, load_values, owned_slices
 from rankloom.parallel.sections.wrapping import AUTO, Policy, comparable, has_parameters
 from rankloom.parallel.zero import ShardingStrategy, expect_counts, shard
 from rankloom.shard.norm import clip_to_norm
@@ -138,9 +138,9 @@ class FullySharded(nn.Module):
         the model before, too, the norm is that of the whole.
         norm_type: 2, another power above 0, or infinity ("inf" too): the largest magnitude
         """
-        pieces = owned_pieces(self._sharding, self._sharding.group.rank)
+        slices = owned_slices(self._sharding, self._sharding.group.rank)
         grads = [counted for name, owner in self._owners.items() if owner.grad is not None
-                 for counted in self._split.counted(name, owner.grad, pieces[name])]
+                 for counted in self._split.counted(name, owner.grad, slices[name])]
         return clip_to_norm(grads, [self._sharding.group, *self._split.parts], max_norm, norm_type)
 
     def after_update(self) -> None:

@@ -22,7 +22,7 @@ from rankloom.base.spans import Box, within
 from rankloom.parallel.axes import axes_of
 from rankloom.parallel.expert import spread_parameters
 from rankloom.parallel.tensor.holding import Holding, holdings
-from rankloom.shard.optimizer import OwnedRun
+from rankloom.shard.optimizer import ParameterSlice
 from rankloom.world.group import Group
 
 
@@ -67,18 +67,21 @@ class ModelSplit:
         """The groups whose ranks hold different parts."""
         return [group for group in (self.tensor, self.expert) if group.size > 1]
 
-    def counted(self, name: str, values: Tensor, piece: OwnedRun | None = None) -> list[tuple[Tensor, int]]:
+    def counted(self, name: str, values: Tensor, owned: ParameterSlice | None = None) -> list[tuple[Tensor, int]]:
         """Values of this rank's part of a parameter in views, each with how many ranks hold the same elements, this one included.
 
-        piece: which elements of the part they are; left out, all. Ranks are those of the tensor and expert axes
+        owned: which elements of the part they are; left out, all. Ranks are those of the tensor and expert axes
         """
         copies, experts = self._tensor_copies(name), 1 if name in self.experts else self.expert.size
         if len(set(copies)) == 1:
             return [(values, copies[0] * experts)]
         held = self.held[name]   # fused queries, keys and values, with shared key-value heads
-        piece = piece or OwnedRun(name, values.shape, 0, values.numel())
-        return [(own[within(here, box)], held.holders(there) * experts) for box, own in piece.boxes(values)
-                for here, there in held.boxes(box, self.tensor.rank)]
+        owned = owned or ParameterSlice(name, values.shape, 0, values.numel())
+        views = []
+        for box, in_box in owned.boxes(values):
+            for here, there in held.boxes(box, self.tensor.rank):
+                views.append((in_box[within(here, box)], held.holders(there) * experts))
+        return views
 
     def is_repeated(self, name: str) -> bool:
         """Whether other ranks of the tensor axis hold some of the same elements: each computes their whole gradient, or they add it up."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rankloom.base.cost import Bill, all_reduce_bill
 from rankloom.base.float8 import Float8
-from rankloom.shard.float8 import decode, encode_slice, piece_amaxes
+from rankloom.shard.float8 import decode, encode_slice, own_amaxes
 from rankloom.shard.unit import Formats, State, Unit
 from rankloom.world.group import Group
 
@@ -54,7 +54,7 @@ class Float8Unit(Unit):
         """-> SHARDED (GATHERED where one rank keeps the whole): `own` has changed. A collective: the ranks agree on the scales."""
         if self.state is State.GATHERING:
             self.wait()
-        amaxes = piece_amaxes(self._own_here().to(self._rounded), self.layout, self.group.rank)
+        amaxes = own_amaxes(self._own_here().to(self._rounded), self.layout, self.group.rank)
         self._amaxes = self.group.all_reduce(amaxes, "max", label=f"scales of {self.name}")
         if self.peers:   # for weights that all of them hold whole, this changes nothing
             self._amaxes = self.peers.all_reduce(self._amaxes, "max", label=f"scales of {self.name}, of whole weights")

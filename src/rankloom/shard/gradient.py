@@ -164,7 +164,7 @@ class Gradient:
 
         sent: n(p-1)/p elements over the shard axis
         """
-        if self._agreed:   # since then some may have been set to None, which a rank with a piece of one can see
+        if self._agreed:   # since then some may have been set to None, which a rank with a slice of one can see
             self.used = {name for name in self.used if self.unit.owners[name].grad is not None}
             self._agreed = False
         self._complete()

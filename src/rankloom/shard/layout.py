@@ -1,6 +1,6 @@
 """Where the tensors of a unit lie in its flat buffer, and which elements of that buffer each rank owns. Pure arithmetic.
 
-A buffer of `total` elements is cut into equal spans, one a rank. A span may end inside a tensor. A rank's *piece* of a tensor is
+A buffer of `total` elements is cut into equal spans, one a rank. A span may end inside a tensor. A rank's *slice* of a tensor is
 elements [start, stop) of it, flattened, maybe none.
 """
 
@@ -18,7 +18,7 @@ class FlatLayout:
     """Tensors end to end in `total` elements, cut in spans for `ranks` ranks.
 
     >>> layout = lay_out_evenly({"a": torch.Size([3]), "b": torch.Size([5, 8])}, itemsize=4, ranks=2)
-    >>> layout.total, layout.span(1), layout.piece("b", 0), layout.piece("b", 1)
+    >>> layout.total, layout.span(1), layout.slice_of("b", 0), layout.slice_of("b", 1)
     (64, (32, 64), (0, 16), (16, 40))
     """
 
@@ -44,7 +44,7 @@ class FlatLayout:
         """The elements of the flat buffer that belong to no tensor."""
         return gap_spans(self.slots, self.total)
 
-    def piece(self, name: str, rank: int) -> tuple[int, int]:
+    def slice_of(self, name: str, rank: int) -> tuple[int, int]:
         """The elements of the tensor `name`, flattened, that `rank` owns; (0, 0) where it has none."""
         slot, (start, stop) = self.slot(name), self.span(rank)
         first, last = max(start, slot.start), min(stop, slot.end)

@@ -1,4 +1,4 @@
-"""Any torch optimizer, over pieces of parameters.
+"""Any torch optimizer, over slices of parameters.
 
 From stage 1 on, a rank updates only the elements of each parameter that lie in its slice. The user's function still gets parameters of
 the plain shapes, because people group by shape (weight decay for matrices only):
@@ -41,10 +41,10 @@ ELEMENTWISE: dict[type[torch.optim.Optimizer], set[str]] = {getattr(torch.optim,
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedRun:
+class ParameterSlice:
     """What one rank owns of a parameter: elements [start, stop) of it, flattened.
 
-    >>> OwnedRun("w", torch.Size([2, 3]), 4, 6).cut(torch.arange(6).view(2, 3))
+    >>> ParameterSlice("w", torch.Size([2, 3]), 4, 6).cut(torch.arange(6).view(2, 3))
     tensor([4, 5])
     """
 
@@ -64,11 +64,11 @@ class OwnedRun:
         return self.start == self.stop
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This piece of a tensor of the parameter's shape, 1-D; a view where `whole` is contiguous."""
+        """This slice of a tensor of the parameter's shape, 1-D; a view where `whole` is contiguous."""
         return whole.reshape(-1)[self.start : self.stop]
 
     def boxes(self, values: Tensor) -> list[tuple[Box, Tensor]]:
-        """The boxes of the parameter that `values`, those of this piece in any shape, are of, each with a view of its values."""
+        """The boxes of the parameter that `values`, those of this slice in any shape, are of, each with a view of its values."""
         if values.shape == self.shape or not self.shape.numel():   # not sharded; maybe not contiguous
             return [(whole_box(self.shape), values.view(self.shape))]
         boxes = list(boxes_of_run(self.shape, self.start, self.stop))
@@ -130,11 +130,11 @@ Optimizer = torch.optim.Optimizer | Optimizers   # one, or several used as one
 
 @dataclass(frozen=True, slots=True)
 class AsBuilt:
-    """An optimizer as it was built: parameters added later are an error, and hooks where it updates pieces.
+    """An optimizer as it was built: parameters added later are an error, and hooks where it updates slices.
 
     rates:  of its groups           params: the ids of their parameters
     hooked: which of its optimizers have hooks
-    cut:    whether it updates pieces of parameters
+    cut:    whether it updates slices of parameters
     """
 
     rates: list[float]
@@ -296,28 +296,28 @@ def needs_whole_matrices(optimizer: Optimizer, params: Mapping[str, nn.Parameter
 
 @torch.no_grad()
 def give_owners(optimizer: Optimizer, stand_ins: Mapping[str, nn.Parameter],
-                owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun]) -> None:
+                owners: Mapping[str, nn.Parameter], slices: Mapping[str, ParameterSlice]) -> None:
     """Turn the stand-ins that `optimizer` was built from into the owners: they become views of the same memory, and take their places.
 
     Not the other way round: hooks, wrappers and an optimizer's own lists refer to what the optimizer's function was given.
-    State that exists from the start (Adagrad) is whole until now, and is cut to the pieces. So is a plain optimizer's state that is
+    State that exists from the start (Adagrad) is whole until now, and is cut to the slices. So is a plain optimizer's state that is
     loaded later, by `optimizer.load_state_dict`. Empty owners stay in their groups; torch skips parameters without a gradient.
 
-    raises: ConfigError for state that is neither a whole parameter's nor a piece's
+    raises: ConfigError for state that is neither a whole parameter's nor a slice's
     """
     names = {id(param): name for name, param in stand_ins.items()}
     for name in needs_whole_matrices(optimizer, stand_ins):
-        assert pieces[name].is_whole or pieces[name].is_empty, f"{name} is cut, but its optimizer needs it whole"
+        assert slices[name].is_whole or slices[name].is_empty, f"{name} is cut, but its optimizer needs it whole"
     for one in optimizers_of(optimizer):
         built = {names[id(param)]: one.state.pop(param) for param in [*one.state] if id(param) in names}   # it may have other state, too
-        one.state.update({stand_ins[name]: held for name, held in _cut_states(built, owners, pieces, keeps_shapes(one)).items()})
+        one.state.update({stand_ins[name]: held for name, held in _cut_states(built, owners, slices, keeps_shapes(one)).items()})
         if isinstance(one, torch.optim.Optimizer):
-            one.register_load_state_dict_pre_hook(partial(_cut_loaded, stand_ins, pieces))
+            one.register_load_state_dict_pre_hook(partial(_cut_loaded, stand_ins, slices))
     for name, param in stand_ins.items():
         param.data = owners[name].data
 
 
-def _cut_loaded(owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun], optimizer: torch.optim.Optimizer,
+def _cut_loaded(owners: Mapping[str, nn.Parameter], slices: Mapping[str, ParameterSlice], optimizer: torch.optim.Optimizer,
                 loaded: dict[str, Any]) -> dict[str, Any]:
     """What `optimizer.load_state_dict` shall load in place of `loaded`, which may be a plain optimizer's."""
     names = {id(owner): name for name, owner in owners.items()}
@@ -325,40 +325,40 @@ def _cut_loaded(owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRu
     updated = [names[id(param)] for param_group in optimizer.param_groups for param in param_group["params"]]
     number_of = dict(zip(updated, numbers))   # where they are not equally many, torch raises an error
     states = {name: loaded["state"][number] for name, number in number_of.items() if number in loaded["state"]}
-    cut = _cut_states(states, owners, pieces, keeps_shapes(optimizer))
+    cut = _cut_states(states, owners, slices, keeps_shapes(optimizer))
     of_none = {key: held for key, held in loaded["state"].items() if key not in numbers}   # what belongs to no parameter
     return loaded | {"state": of_none | {number_of[name]: held for name, held in cut.items()}}
 
 
-def _cut_states(states: Mapping[str, Mapping[str, Any]], owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun],
+def _cut_states(states: Mapping[str, Mapping[str, Any]], owners: Mapping[str, nn.Parameter], slices: Mapping[str, ParameterSlice],
                 like_params: bool) -> dict[str, dict[str, Any]]:
-    """The states of parameters, by name, cut to the pieces; a rank has none of an empty piece. A state that is cut already stays so.
+    """The states of parameters, by name, cut to the slices; a rank has none of an empty slice. A state that is cut already stays so.
 
-    like_params: tensors of the state must have a parameter's shape, or that of its piece
+    like_params: tensors of the state must have a parameter's shape, or that of its slice
     """
-    counters = counter_keys(states, pieces)
+    counters = counter_keys(states, slices)
     for name, key, value in ((name, key, value) for name, held in states.items() for key, value in held.items()):
-        if like_params and not fits(value, pieces[name].shape, owners[name].shape):
+        if like_params and not fits(value, slices[name].shape, owners[name].shape):
             raise ConfigError(f"the optimizer's state {key!r} of {name} has the shape {list(value.shape)}, expected "
-                              f"{list(pieces[name].shape)}, or this rank's piece of it, {list(owners[name].shape)}. A state that was "
+                              f"{list(slices[name].shape)}, or this rank's slice of it, {list(owners[name].shape)}. A state that was "
                               "gathered from other ranks, or where ranks hold parts of a layer, is loaded by `engine.load_full_state_dict`")
-    return {name: {key: cut_state(value, pieces[name], owners[name], is_counter=key in counters) for key, value in held.items()}
-            for name, held in states.items() if not pieces[name].is_empty}
+    return {name: {key: cut_state(value, slices[name], owners[name], is_counter=key in counters) for key, value in held.items()}
+            for name, held in states.items() if not slices[name].is_empty}
 
 
-def counter_keys(state: Mapping[str, Mapping[str, Any]], pieces: Mapping[str, OwnedRun]) -> set[str]:
+def counter_keys(state: Mapping[str, Mapping[str, Any]], slices: Mapping[str, ParameterSlice]) -> set[str]:
     """Keys that hold one number for a whole tensor, as "step" does. Shapes alone cannot say so for a parameter without dims.
 
     state: by parameter and key, whole
     """
     return {"step"} | {key for name, held in state.items() for key, value in held.items()
-                       if isinstance(value, Tensor) and value.dim() == 0 and pieces[name].shape}
+                       if isinstance(value, Tensor) and value.dim() == 0 and slices[name].shape}
 
 
-def cut_state(value: Any, piece: OwnedRun, owner: nn.Parameter, *, is_counter: bool) -> Any:
-    """A copy of one value of a whole parameter's state, cut for the owner of `piece`."""
+def cut_state(value: Any, owned: ParameterSlice, owner: nn.Parameter, *, is_counter: bool) -> Any:
+    """A copy of one value of a whole parameter's state, cut for the owner of `owned`."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach()
-    part = value if (is_counter and value.dim() == 0) or value.shape != piece.shape else piece.cut(value).view(owner.shape)
+    part = value if (is_counter and value.dim() == 0) or value.shape != owned.shape else owned.cut(value).view(owner.shape)
     return part.clone(memory_format=torch.contiguous_format)   # not the stride 0 of state made like a stand-in

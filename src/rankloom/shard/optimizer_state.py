@@ -1,12 +1,12 @@
-"""The state of an optimizer over pieces: gathered whole under the plain model's names, and cut to pieces again.
+"""The state of an optimizer over slices: gathered whole under the plain model's names, and cut to slices again.
 
 The whole is {"state": {name: {key: value}}, "param_groups": [{"params": [names], "lr": ...}]}, the same from any number of ranks.
 
     gather   ranks exchange inventories, without tensors, so that all make the same calls; then, value by value:
-                 a tensor of the piece's shape     each rank's goes to its place in the whole
-                 any other tensor, say "step"      comes from the first rank that has a piece
+                 a tensor of the slice's shape     each rank's goes to its place in the whole
+                 any other tensor, say "step"      comes from the first rank that has a slice
                  no tensor                         was in the inventory
-    load     each rank cuts its pieces out of the whole; nothing is sent
+    load     each rank cuts its slices out of the whole; nothing is sent
 
 A rank that owns nothing of a parameter has no state of it. Read shard/optimizer.py before this file.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.tensors import bytes_of
-from rankloom.shard.optimizer import Optimizer, OwnedRun, counter_keys, cut_state, fits, keeps_shapes, needed_state, optimizers_of
+from rankloom.shard.optimizer import Optimizer, ParameterSlice, counter_keys, cut_state, fits, keeps_shapes, needed_state, optimizers_of
 from rankloom.world.group import Group
 
 Read = Callable[[str, str, Tensor], Tensor]
@@ -36,7 +36,7 @@ class Described(NamedTuple):
 
     kind: str | None           # the dtype of a tensor; None: a plain value; else the class of what cannot be gathered
     shape: list[int] | None    # of a tensor
-    fits: bool                 # a tensor of the piece's shape, so each rank has its elements of the whole
+    fits: bool                 # a tensor of the slice's shape, so each rank has its elements of the whole
     value: Any                 # if plain
 
 
@@ -53,21 +53,21 @@ Inventories = list[dict[str, StateInventory]]   # of each rank, by parameter
 
 @torch.no_grad()
 def gather_optimizer_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter],
-                           pieces: Mapping[str, OwnedRun], group: Group, *, rank: int | None = None) -> dict[str, Any] | None:
-    """The whole state in CPU memory, in the plain names and shapes. All ranks of `group` call it; its pieces make the whole.
+                           slices: Mapping[str, ParameterSlice], group: Group, *, rank: int | None = None) -> dict[str, Any] | None:
+    """The whole state in CPU memory, in the plain names and shapes. All ranks of `group` call it; its slices make the whole.
 
     rank:    the rank of `group` that gets it, the others get None; left out: all
-    sent:    each piece once to that rank, or by broadcast to all; a device holds one whole tensor at a time
+    sent:    each slice once to that rank, or by broadcast to all; a device holds one whole tensor at a time
     raises:  ConfigError, ModelMismatch, on all ranks
     """
-    entries = state_entries(optimizer, owners, pieces, group, rank=rank)
+    entries = state_entries(optimizer, owners, slices, group, rank=rank)
     values = {entry.name: entry.get() for entry in entries}
     return whole_state(optimizer, owners, values) if rank in (None, group.rank) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A value to be gathered whole, of which ranks have pieces.
+    """A value to be gathered whole, of which ranks have slices.
 
     get: a collective of these ranks. Returns the whole in CPU memory on the rank that asked, None on others; a plain value on all
     """
@@ -83,38 +83,38 @@ class Entry:
         return self.name.partition(SEPARATOR)[0]
 
 
-def state_entries(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun],
+def state_entries(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], slices: Mapping[str, ParameterSlice],
                   group: Group, *, rank: int | None) -> list[Entry]:
     """The values of `gather_optimizer_state`, to be gathered one by one; named by parameter and key. A collective.
 
     raises:  ConfigError, ModelMismatch, on all ranks
     """
     names, state = {id(owner): name for name, owner in owners.items()}, optimizer.state
-    inventories = _exchange_inventories(optimizer, owners, pieces, group)
-    _expect_one_whole(inventories, pieces, group)
+    inventories = _exchange_inventories(optimizer, owners, slices, group)
+    _expect_one_whole(inventories, slices, group)
     entries: list[Entry] = []
     for name in (names[id(owner)] for param_group in optimizer.param_groups for owner in param_group["params"]):
         if holders := _holders(inventories, name):
             mine = state[owners[name]] if group.rank in holders else {}
-            entries += _entries_of(pieces[name], holders, mine, group, rank)
+            entries += _entries_of(slices[name], holders, mine, group, rank)
     return entries
 
 
-def _entries_of(piece: OwnedRun, holders: dict[int, StateInventory], mine: Mapping[str, Any], group: Group,
+def _entries_of(owned: ParameterSlice, holders: dict[int, StateInventory], mine: Mapping[str, Any], group: Group,
                 rank: int | None) -> Iterator[Entry]:
     """The values of one parameter. holders: as `_holders` returns them   mine: this rank's state of it"""
     spans = {at: (inventory.start, inventory.stop) for at, inventory in holders.items()}
     first_rank = min(holders)
     for key, first in holders[first_rank].values.items():
-        entry = f"{piece.name}{SEPARATOR}{key}"
+        entry = f"{owned.name}{SEPARATOR}{key}"
         if first.kind is None:
             yield Entry(entry, None, torch.Size(), partial(copy, first.value))
             continue
         is_cut = all(inventory.values[key].fits for inventory in holders.values())
-        dtype, shape = getattr(torch, first.kind), piece.shape if is_cut else torch.Size(first.shape or ())
+        dtype, shape = getattr(torch, first.kind), owned.shape if is_cut else torch.Size(first.shape or ())
         sent = spans if is_cut else {first_rank: (0, shape.numel())}
-        label = f"optimizer state {key} of {piece.name}"
-        yield Entry(entry, dtype, shape, partial(join_pieces, mine.get(key), sent, dtype, shape, group, rank=rank, label=label))
+        label = f"optimizer state {key} of {owned.name}"
+        yield Entry(entry, dtype, shape, partial(join_slices, mine.get(key), sent, dtype, shape, group, rank=rank, label=label))
 
 
 def whole_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter],
@@ -129,13 +129,13 @@ def whole_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter],
     return {"state": state, "param_groups": groups}
 
 
-def _exchange_inventories(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun],
+def _exchange_inventories(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], slices: Mapping[str, ParameterSlice],
                           group: Group) -> Inventories:
-    """What each rank has, of the parameters of which it has a piece and a state. A collective."""
+    """What each rank has, of the parameters of which it has a slice and a state. A collective."""
     state = optimizer.state
     described = {name: {key: _describe(value, owner) for key, value in state[owner].items()}
-                 for name, owner in owners.items() if owner in state and not pieces[name].is_empty}
-    mine = {name: StateInventory(pieces[name].start, pieces[name].stop, values) for name, values in described.items()}
+                 for name, owner in owners.items() if owner in state and not slices[name].is_empty}
+    mine = {name: StateInventory(slices[name].start, slices[name].stop, values) for name, values in described.items()}
     received = group.all_gather_object(mine, label="optimizer state")   # as JSON, so named tuples arrive as lists
     return [{name: StateInventory(start, stop, {key: Described(*fields) for key, fields in values.items()})
              for name, (start, stop, values) in each.items()} for each in received]
@@ -153,8 +153,8 @@ def _holders(inventories: Inventories, name: str) -> dict[int, StateInventory]:
     return {at: inventory[name] for at, inventory in enumerate(inventories) if name in inventory}
 
 
-def _expect_one_whole(inventories: Inventories, pieces: Mapping[str, OwnedRun], group: Group) -> None:
-    """Raise unless ranks have the same kinds of values, and their pieces make wholes. All ranks judge alike, so all raise or none."""
+def _expect_one_whole(inventories: Inventories, slices: Mapping[str, ParameterSlice], group: Group) -> None:
+    """Raise unless ranks have the same kinds of values, and their slices make wholes. All ranks judge alike, so all raise or none."""
     for name in dict.fromkeys(name for inventory in inventories for name in inventory):
         holders = _holders(inventories, name)
         expected = holders[min(holders)].values
@@ -166,7 +166,7 @@ def _expect_one_whole(inventories: Inventories, pieces: Mapping[str, OwnedRun], 
             if _kinds(inventory.values) != _kinds(expected):
                 raise ModelMismatch(f"rank {group.ranks[at]}: the optimizer state of {name} is {_listed(inventory.values)}, but on rank "
                                     f"{group.ranks[min(holders)]} it is {_listed(expected)}; has a step failed on one of them?")
-        covered, n = sum(inventory.stop - inventory.start for inventory in holders.values()), pieces[name].shape.numel()
+        covered, n = sum(inventory.stop - inventory.start for inventory in holders.values()), slices[name].shape.numel()
         if covered != n:
             raise ModelMismatch(f"ranks {', '.join(str(group.ranks[at]) for at in holders)} have optimizer state for {covered} elements of "
                                 f"{name}, expected all {n}; has a step failed on another rank, or is it cut over another group?")
@@ -180,11 +180,11 @@ def _listed(values: Mapping[str, Described]) -> str:
     return ", ".join(f"{key} ({kind})" for key, kind in _kinds(values).items()) or "empty"
 
 
-def join_pieces(mine: Tensor | None, spans: Mapping[int, tuple[int, int]], dtype: torch.dtype, shape: torch.Size, group: Group, *,
+def join_slices(mine: Tensor | None, spans: Mapping[int, tuple[int, int]], dtype: torch.dtype, shape: torch.Size, group: Group, *,
                 rank: int | None, label: str) -> Tensor | None:
-    """The pieces of all ranks as one tensor in CPU memory, on `rank` or on all. A collective. Sent as bytes: backends refuse some dtypes.
+    """The slices of all ranks as one tensor in CPU memory, on `rank` or on all. A collective. Sent as bytes: backends refuse some dtypes.
 
-    mine:  this rank's piece, of the dtype of the whole; not looked at on a rank without a span
+    mine:  this rank's slice, of the dtype of the whole; not looked at on a rank without a span
     spans: rank -> [start, stop) of the elements it has, flattened; together they cover the whole
     """
     takes, size = rank in (None, group.rank), dtype.itemsize
@@ -204,37 +204,37 @@ def join_pieces(mine: Tensor | None, spans: Mapping[int, tuple[int, int]], dtype
 
 
 @torch.no_grad()
-def load_optimizer_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter],
-                         pieces: Mapping[str, OwnedRun], full_state: Mapping[str, Any], *, rank: int, read: Read | None = None) -> None:
-    """Replace the optimizer's state by this rank's pieces of a whole one. Nothing is sent; `full_state` is copied.
+def load_optimizer_state(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], slices: Mapping[str, ParameterSlice],
+                         full_state: Mapping[str, Any], *, rank: int, read: Read | None = None) -> None:
+    """Replace the optimizer's state by this rank's slices of a whole one. Nothing is sent; `full_state` is copied.
 
     Learning rates and the like are loaded; how the optimizer computes (fused, foreach) stays as it was built.
 
     rank:   for messages
-    read:   gives a piece its values, by parameter and key, where tensors of `full_state` are on the meta device
+    read:   gives a slice its values, by parameter and key, where tensors of `full_state` are on the meta device
     raises: ModelMismatch, on all ranks if all are given the same, with the optimizer unchanged
     """
-    if problem := misfit(optimizer, owners, pieces, full_state):
+    if problem := misfit(optimizer, owners, slices, full_state):
         raise ModelMismatch(f"rank {rank}: {problem}")
     for ours, saved in zip(optimizer.param_groups, full_state["param_groups"]):
         ours.update({key: _like(ours.get(key), _copied(value)) for key, value in saved.items() if key not in KEPT_AS_BUILT})
-    counters = counter_keys(full_state["state"], pieces)
+    counters = counter_keys(full_state["state"], slices)
     for one in optimizers_of(optimizer):
         one.state.clear()
         if isinstance(one, torch.optim.Optimizer):   # as torch's own loading does: AdamW sets right what Adam's settings say of its decay
             one.__setstate__({"state": one.state, "param_groups": one.param_groups})
-        _fill_state(one, owners, pieces, full_state["state"], counters, read)
+        _fill_state(one, owners, slices, full_state["state"], counters, read)
 
 
-def _fill_state(optimizer: torch.optim.Optimizer, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun],
+def _fill_state(optimizer: torch.optim.Optimizer, owners: Mapping[str, nn.Parameter], slices: Mapping[str, ParameterSlice],
                 whole: Mapping[str, Mapping[str, Any]], counters: set[str], read: Read | None) -> None:
-    """Give an optimizer this rank's pieces of the state. whole: by parameter and key   read: see `load_optimizer_state`"""
+    """Give an optimizer this rank's slices of the state. whole: by parameter and key   read: see `load_optimizer_state`"""
     names = {id(owner): name for name, owner in owners.items()}
     for settings, owner in [(param_group, owner) for param_group in optimizer.param_groups for owner in param_group["params"]]:
         name = names[id(owner)]
-        if name not in whole or pieces[name].is_empty:
+        if name not in whole or slices[name].is_empty:
             continue
-        own = {key: cut_state(value, pieces[name], owner, is_counter=key in counters) for key, value in whole[name].items()}
+        own = {key: cut_state(value, slices[name], owner, is_counter=key in counters) for key, value in whole[name].items()}
         if read is not None:
             own |= {key: read(name, key, value) for key, value in own.items() if isinstance(value, Tensor)}
         optimizer.state[owner] = {key: _place(value, owner, settings, optimizer, is_counter=key in counters) for key, value in own.items()}
@@ -254,9 +254,9 @@ def _place(value: Any, owner: nn.Parameter, settings: Mapping[str, Any], optimiz
     return torch.empty_like(owner, dtype=dtype).copy_(value)   # with the parameter's strides, which fused kernels rely on
 
 
-def misfit(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Mapping[str, OwnedRun],
+def misfit(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], slices: Mapping[str, ParameterSlice],
            full_state: Mapping[str, Any]) -> str | None:
-    """Why `full_state` cannot be loaded, in words, or None. The same on all ranks, whatever their pieces."""
+    """Why `full_state` cannot be loaded, in words, or None. The same on all ranks, whatever their slices."""
     if not {"state", "param_groups"} <= full_state.keys():
         return (f"the saved optimizer has the keys {sorted(full_state)}, expected 'state' and 'param_groups'; "
                 "was it gathered on one rank and is loaded on another?")
@@ -269,7 +269,7 @@ def misfit(optimizer: Optimizer, owners: Mapping[str, nn.Parameter], pieces: Map
         problems.append(f"there is saved optimizer state of {unknown[0]!r}, which this model does not have: is it of another model? "
                         f"{did_you_mean(unknown[0], owners)}")
     for one in optimizers_of(optimizer):
-        own = [pieces[names[id(owner)]] for param_group in one.param_groups for owner in param_group["params"]]
+        own = [slices[names[id(owner)]] for param_group in one.param_groups for owner in param_group["params"]]
         problems += _misfits_of_kinds(needed_state(one), own, full_state["state"])
         if keeps_shapes(one):
             problems += _misfits_of_shapes(own, full_state["state"])
@@ -302,19 +302,19 @@ def _misfits_of_groups(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) 
                    "it is the state of another kind of optimizer")
 
 
-def _misfits_of_kinds(needed: set[str], pieces: list[OwnedRun], state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for piece in pieces:
-        held = state.get(piece.name, {}).keys()
+def _misfits_of_kinds(needed: set[str], slices: list[ParameterSlice], state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for owned in slices:
+        held = state.get(owned.name, {}).keys()
         if held and (missing := sorted(needed - held)):
-            yield (f"the saved optimizer state of {piece.name} has {', '.join(sorted(held))}, and {', '.join(missing)} is needed: it is "
+            yield (f"the saved optimizer state of {owned.name} has {', '.join(sorted(held))}, and {', '.join(missing)} is needed: it is "
                    "the state of another kind of optimizer")
 
 
-def _misfits_of_shapes(pieces: list[OwnedRun], state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for piece in pieces:
-        for key, value in state.get(piece.name, {}).items():
-            if not fits(value, piece.shape):
-                yield (f"optimizer state {key} of {piece.name} has shape {tuple(value.shape)}, expected {tuple(piece.shape)}: "
+def _misfits_of_shapes(slices: list[ParameterSlice], state: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for owned in slices:
+        for key, value in state.get(owned.name, {}).items():
+            if not fits(value, owned.shape):
+                yield (f"optimizer state {key} of {owned.name} has shape {tuple(value.shape)}, expected {tuple(owned.shape)}: "
                        "is it of another model?")
 
 

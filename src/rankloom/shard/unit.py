@@ -185,7 +185,7 @@ class Unit:
             else:
                 values = torch.empty(self.layout.slot(name).shape, dtype=self.formats.master, device=self.group.device)
                 fill(name, values)
-            self.slice_view(self.own, name).view(-1).copy_(self.piece(name, values))
+            self.slice_view(self.own, name).view(-1).copy_(self.slice_of(name, values))
             self._place(name, values)
 
     # ------------------------------------------------------------------ transitions
@@ -271,21 +271,21 @@ class Unit:
 
     # ------------------------------------------------------------------ what is where
 
-    def piece(self, name: str, values: Tensor) -> Tensor:
-        """This rank's piece of a tensor that has the shape of parameter `name`, flattened."""
-        start, stop = self.layout.piece(name, self.group.rank)
+    def slice_of(self, name: str, values: Tensor) -> Tensor:
+        """This rank's slice of a tensor that has the shape of parameter `name`, flattened."""
+        start, stop = self.layout.slice_of(name, self.group.rank)
         return values.reshape(-1)[start:stop]
 
     def slice_view(self, flat: Tensor, name: str) -> Tensor:
-        """The piece of parameter `name` in a flat slice like `own`; in the parameter's own shape where layouts cut no tensor."""
-        start, stop = self.layout.piece(name, self.group.rank)
+        """The slice of parameter `name` in `flat`, a slice of the unit like `own`; in its own shape where layouts cut no tensor."""
+        start, stop = self.layout.slice_of(name, self.group.rank)
         first = self._place_in_slice(name)
         view = flat[first : first + stop - start]
         return view.view(self.layout.slot(name).shape) if self.layout.whole_tensors and stop > start else view
 
     def _place_in_slice(self, name: str) -> int:
-        """Where the piece of a parameter begins; 0 for an empty one."""
-        start, stop = self.layout.piece(name, self.group.rank)
+        """Where the slice of a parameter begins; 0 for an empty one."""
+        start, stop = self.layout.slice_of(name, self.group.rank)
         return self.layout.slot(name).start + start - self.layout.span(self.group.rank)[0] if stop > start else 0
 
     def version(self, name: str) -> int:

@@ -40,7 +40,7 @@ from rankloom.checkpoint.files import (
 )
 from rankloom.checkpoint.manifest import AnnouncedPart, Manifest, Part, SavedFile, announce, assemble, assign_writers
 from rankloom.parallel.sections.state_dict import difference, is_extra, set_extra
-from rankloom.shard.optimizer import OwnedRun
+from rankloom.shard.optimizer import ParameterSlice
 from rankloom.shard.optimizer_state import load_optimizer_state, whole_state
 from rankloom.train.checkpoint_parts import MODEL, OPTIMIZER, computed_entries, whole_part
 from rankloom.train.long_work import while_others_wait
@@ -189,7 +189,7 @@ class OptimizerValue(NamedTuple):
 
     key: str
     value: Any
-    piece: OwnedRun
+    piece: ParameterSlice
     owner: nn.Parameter
 
     @property
@@ -326,7 +326,7 @@ def _described(manifest: Manifest) -> dict[str, Any]:
     return {"state": held, "param_groups": manifest.facts["param_groups"]}
 
 
-def _read_value(state: TrainingState, reader: Reader, key: str, like: Tensor, piece: OwnedRun, single_keys: Container[str]) -> Tensor:
+def _read_value(state: TrainingState, reader: Reader, key: str, like: Tensor, piece: ParameterSlice, single_keys: Container[str]) -> Tensor:
     """Read an optimizer value. like: of its shape on this rank, on the meta device"""
     made = torch.zeros(like.shape, dtype=like.dtype, device="cpu")   # zeros: the padding of a vocabulary is not saved
     for part in _parts_of(state, OptimizerValue(key, made, piece, state.placement.owners[piece.name]), single_keys):

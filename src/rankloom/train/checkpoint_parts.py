@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rankloom.base.spans import Box, whole_box, within
 from rankloom.checkpoint.manifest import Part
 from rankloom.parallel.sections.state_dict import is_extra
-from rankloom.shard.optimizer import OwnedRun
+from rankloom.shard.optimizer import ParameterSlice
 
 MODEL, OPTIMIZER = "model/", "optimizer/"   # prefixes of saved tensors: model/NAME, optimizer/KEY/NAME
 
@@ -39,7 +39,7 @@ def whole_part(name: str, values: Tensor) -> Part:
     return Part(name, tuple(values.shape), whole_box(values.shape), values.detach())
 
 
-def parts_of_piece(name: str, piece: OwnedRun, values: Tensor, *, shape: torch.Size,
+def parts_of_piece(name: str, piece: ParameterSlice, values: Tensor, *, shape: torch.Size,
                    place: Place = lambda box: [(box, box)]) -> list[Part]:
     """The parts of a whole tensor that `values` holds.
 

@@ -24,7 +24,7 @@ from rankloom.parallel.gradients.reducer import GradientReducer
 from rankloom.parallel.gradients.same_bits import CanonicalReducer
 from rankloom.parallel.replicas.guards import watch_optimizers
 from rankloom.parallel.sections.state_dict import difference, shapes_in
-from rankloom.shard.optimizer import Optimizer, OwnedRun
+from rankloom.shard.optimizer import Optimizer, ParameterSlice
 from rankloom.shard.optimizer_state import gather_optimizer_state
 from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
 from rankloom.train.optimizer_step import global_norm
@@ -112,14 +112,14 @@ class Placement(Protocol):
     def parts(self) -> list[Part]:
         """This rank's parts of each tensor of the model's state dict, in the master dtype, without extra state."""
 
-    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
+    def parts_like(self, name: str, piece: ParameterSlice, values: Tensor) -> list[Part]:
         """The same for a tensor `name` that is sharded like a parameter. piece: this rank's piece of that parameter"""
         return parts_of_piece(name, piece, values, shape=piece.shape)
 
     def rewritten(self) -> AbstractContextManager[None]:
         """A context in which the memory of `parts` may be written; afterwards the model computes with it. A collective."""
 
-    def pieces(self) -> dict[str, OwnedRun]:
+    def pieces(self) -> dict[str, ParameterSlice]:
         """Name -> which elements of the parameter, as it is on this rank, its owner holds."""
 
     def part(self, name: str, value: Any) -> Any:
@@ -245,9 +245,9 @@ class ReplicatedPlacement(Placement):
         self.summing.begin_anew()
         self.publish()
 
-    def pieces(self) -> dict[str, OwnedRun]:
+    def pieces(self) -> dict[str, ParameterSlice]:
         """Each parameter whole, in its own shape."""
-        return {name: OwnedRun(name, owner.shape, 0, owner.numel()) for name, owner in self.owners.items()}
+        return {name: ParameterSlice(name, owner.shape, 0, owner.numel()) for name, owner in self.owners.items()}
 
     def held(self) -> tuple[int, int, int]:
         """All parameters, all gradients."""

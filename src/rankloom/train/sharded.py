@@ -21,9 +21,9 @@ from rankloom.parallel.gradients.same_bits import TOTALS, ShardFolds
 from rankloom.parallel.model_split import Goal, ModelSplit
 from rankloom.parallel.sections.reduction_order import Reducing
 from rankloom.parallel.sections.sharding import Sharding
-from rankloom.parallel.sections.state_dict import expect_own_parameters, load_values, owned_pieces, units_of, value_entries
+from rankloom.parallel.sections.state_dict import expect_own_parameters, load_values, owned_slices, units_of, value_entries
 from rankloom.shard.norm import norm_of, norms_of
-from rankloom.shard.optimizer import Optimizer, OwnedRun
+from rankloom.shard.optimizer import Optimizer, ParameterSlice
 from rankloom.shard.optimizer_state import Entry, state_entries, whole_state
 from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
 from rankloom.train.optimizer_step import global_norm
@@ -192,7 +192,7 @@ class ShardedPlacement(Placement):
         held = self.split.held.get(entry.parameter)
         return len(entry.shape) > 0 and held is not None and held.local_shape == entry.shape
 
-    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
+    def parts_like(self, name: str, piece: ParameterSlice, values: Tensor) -> list[Part]:
         """Boxes of the unsplit model."""
         whole = self.split.whole_shape(piece.name, piece.shape)
         return parts_of_piece(name, piece, values, shape=whole, place=partial(self.split.boxes, piece.name, piece.shape))
@@ -217,10 +217,10 @@ class ShardedPlacement(Placement):
         for name, value in unique_tensors(self.model).items():
             if id(value) in units:
                 unit, own = units[id(value)]
-                piece = OwnedRun(own, unit.layout.slot(own).shape, *unit.layout.piece(own, unit.group.rank))
+                piece = ParameterSlice(own, unit.layout.slot(own).shape, *unit.layout.slice_of(own, unit.group.rank))
                 found += self.parts_like(MODEL + name, piece, unit.slice_view(unit.own, own))
             elif isinstance(value, nn.Parameter):   # frozen, in no unit; it may be split over tensor ranks
-                found += self.parts_like(MODEL + name, OwnedRun(name, value.shape, 0, value.numel()), value)
+                found += self.parts_like(MODEL + name, ParameterSlice(name, value.shape, 0, value.numel()), value)
             else:
                 found.append(whole_part(MODEL + name, value))
         return found
@@ -233,9 +233,9 @@ class ShardedPlacement(Placement):
         self.summing.begin_anew()
         self.sharding.publish()
 
-    def pieces(self) -> dict[str, OwnedRun]:
+    def pieces(self) -> dict[str, ParameterSlice]:
         """One per parameter; it may be empty."""
-        return owned_pieces(self.sharding, self.group.rank)
+        return owned_slices(self.sharding, self.group.rank)
 
     def held(self) -> tuple[int, int, int]:
         """Slices; gathered parameters beyond them; gradients, sharded or not."""
@@ -308,6 +308,6 @@ class SplitPlacement(ShardedPlacement):
         total = self.group.all_reduce(squares.to(self.group.device), label="norms of repeated gradients")
         return dict(zip(names, total.sqrt().tolist(), strict=True))
 
-    def counted(self, piece: OwnedRun, values: Tensor) -> list[tuple[Tensor, int]]:
+    def counted(self, piece: ParameterSlice, values: Tensor) -> list[tuple[Tensor, int]]:
         """The values of a piece in views, each with how many of these ranks hold the same elements."""
         return self.split.counted(piece.name, values, piece)

@@ -50,7 +50,7 @@ class Updates:
     def by_hooks(self) -> Iterator[None]:
         """A context to call the hooks of slices in, once all ranks have ended a backward. A collective where ranks share memory.
 
-        A rank calls the hooks of the parameters of which it has a piece. So in hooks that step, ranks step unequally often, and what all of
+        A rank calls the hooks of the parameters of which it has a slice. So in hooks that step, ranks step unequally often, and what all of
         them have changed is published at the end, once.
         """
         with temporarily(self, _by_hooks=True, _any=False):

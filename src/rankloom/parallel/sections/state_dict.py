@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from rankloom.base.errors import ModelMismatch, UnitError
 from rankloom.parallel.model_split import ModelSplit
 from rankloom.parallel.sections.sharding import Sharding
-from rankloom.shard.optimizer import OwnedRun
-from rankloom.shard.optimizer_state import Entry, join_pieces
+from rankloom.shard.optimizer import ParameterSlice
+from rankloom.shard.optimizer_state import Entry, join_slices
 from rankloom.shard.unit import Unit
 from rankloom.world.group import Group
 
@@ -34,7 +34,7 @@ def set_extra(model: nn.Module, name: str, value: Any) -> None:
 def full_values(model: nn.Module, sharding: Sharding) -> dict[str, Tensor]:
     """A whole state dict in CPU memory, in the master dtype, on all ranks. A collective.
 
-    sent: each piece by broadcast to all; a device holds one whole tensor at a time
+    sent: each slice by broadcast to all; a device holds one whole tensor at a time
     """
     return {entry.name: entry.get() for entry in value_entries(model, sharding, rank=None)}
 
@@ -84,16 +84,16 @@ def _copy_of(value: Tensor | None) -> Tensor | None:
 
 @torch.no_grad()
 def _join_parameter(unit: Unit, name: str, rank: int | None) -> Tensor | None:
-    pieces = {at: unit.layout.piece(name, at) for at in range(unit.group.size)}
-    spans = {at: (start, stop) for at, (start, stop) in pieces.items() if stop > start}
-    return join_pieces(unit.slice_view(unit.own, name), spans, unit.own.dtype, unit.layout.slot(name).shape, unit.group,
+    slices = {at: unit.layout.slice_of(name, at) for at in range(unit.group.size)}
+    spans = {at: (start, stop) for at, (start, stop) in slices.items() if stop > start}
+    return join_slices(unit.slice_view(unit.own, name), spans, unit.own.dtype, unit.layout.slot(name).shape, unit.group,
                        rank=rank, label=f"whole {name}")
 
 
 @torch.no_grad()
 def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor], groups: Iterable[Group],
                 split: ModelSplit | None = None, *, strict: bool = True) -> tuple[list[str], list[str]]:
-    """Load this rank's pieces of a whole state dict, and publish them; returns the names that it lacks, and those unknown. A collective.
+    """Load this rank's slices of a whole state dict, and publish them; returns the names that it lacks, and those unknown. A collective.
 
     groups: of every mesh axis: if the state does not fit on one rank, all raise
     split:  how `model` was cut out of the whole, if it was
@@ -116,7 +116,7 @@ def load_values(model: nn.Module, sharding: Sharding, state: Mapping[str, Tensor
         new = split.cut(name, state[name]) if split else state[name]
         if id(value) in units:
             unit, own_name = units[id(value)]
-            unit.slice_view(unit.own, own_name).view(-1).copy_(unit.piece(own_name, new))
+            unit.slice_view(unit.own, own_name).view(-1).copy_(unit.slice_of(own_name, new))
         elif is_extra(name):
             set_extra(model, name, new)
         else:
@@ -188,7 +188,7 @@ def _shown(shape: torch.Size | None) -> str:
     return "missing" if shape is None else str(tuple(shape))
 
 
-def owned_pieces(sharding: Sharding, rank: int) -> dict[str, OwnedRun]:
+def owned_slices(sharding: Sharding, rank: int) -> dict[str, ParameterSlice]:
     """What a rank of the shard axis owns of each trainable parameter."""
-    return {slot.name: OwnedRun(slot.name, slot.shape, *unit.layout.piece(slot.name, rank))
+    return {slot.name: ParameterSlice(slot.name, slot.shape, *unit.layout.slice_of(slot.name, rank))
             for unit in sharding.units if unit.trainable for slot in unit.layout.slots}

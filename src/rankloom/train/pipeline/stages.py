@@ -35,7 +35,7 @@ from rankloom.parallel.sections.sharding import Sharding
 from rankloom.parallel.sections.state_dict import changed_parameter
 from rankloom.parallel.sections.wrapping import Policy, section_names
 from rankloom.shard.gradient import Gradient
-from rankloom.shard.optimizer import OwnedRun
+from rankloom.shard.optimizer import ParameterSlice
 from rankloom.shard.optimizer_state import PLAIN_VALUES, Entry
 from rankloom.train.batches import cut_batch
 from rankloom.train.engine import COUNT, Engine
@@ -192,10 +192,10 @@ class PipelinePlacement(SplitPlacement):
     def _groups(self) -> tuple[Group, ...]:
         return *super()._groups(), self.pipe
 
-    def pieces(self) -> dict[str, OwnedRun]:
+    def pieces(self) -> dict[str, ParameterSlice]:
         """The pieces of all parameters; empty ones for those of other stages."""
         mine = super().pieces()
-        return {name: mine.get(name, OwnedRun(name, shape, 0, 0)) for name, shape in self.local.names.items()}
+        return {name: mine.get(name, ParameterSlice(name, shape, 0, 0)) for name, shape in self.local.names.items()}
 
     def abandon(self) -> None:
         """Clear all gradients, and those that an interrupted schedule left in `.grad`."""
@@ -221,11 +221,11 @@ class PipelinePlacement(SplitPlacement):
         with self.sync(True):
             self.sharding.forward_backward.collect()
 
-    def counted(self, piece: OwnedRun, values: Tensor) -> list[tuple[Tensor, int]]:
+    def counted(self, piece: ParameterSlice, values: Tensor) -> list[tuple[Tensor, int]]:
         """A tied parameter has copies on each of its stages."""
         return [(view, copies * len(self.local.where[piece.name])) for view, copies in super().counted(piece, values)]
 
-    def parts_like(self, name: str, piece: OwnedRun, values: Tensor) -> list[Part]:
+    def parts_like(self, name: str, piece: ParameterSlice, values: Tensor) -> list[Part]:
         """As of any split model. A tied parameter is written by the first of its stages."""
         later = self.pipe.rank != min(self.local.where[piece.name])
         return [replace(part, is_copy=later) for part in super().parts_like(name, piece, values)]

@@ -20,8 +20,8 @@ from rankloom.base.shares import share
 from rankloom.models.config import GPTConfig
 from rankloom.parallel.context.part import Context
 from rankloom.parallel.model_split import ModelSplit
-from rankloom.parallel.sections.state_dict import owned_pieces
-from rankloom.shard.optimizer import OwnedRun
+from rankloom.parallel.sections.state_dict import owned_slices
+from rankloom.shard.optimizer import ParameterSlice
 from rankloom.train.engine import Engine
 from rankloom.train.memory_report import Held
 from rankloom.train.pipeline.stages import PipelineEngine
@@ -81,7 +81,7 @@ def _part_of(engine: Engine, held: Held, world: PaperWorld, config: Config) -> R
     if isinstance(placement, ShardedPlacement):
         split = replace(placement.split, tensor=world.group("tensor"), expert=world.group("expert"))
         if placement.group.size > 1:
-            of_engine, pieces = pieces, owned_pieces(placement.sharding, world.group("shard").rank)
+            of_engine, pieces = pieces, owned_slices(placement.sharding, world.group("shard").rank)
             held = replace(held, optimizer=held.optimizer * _elements(pieces) // _elements(of_engine))
     return RankPart(
         rank=world.rank, coords=world.mesh.coords(world.rank),
@@ -92,11 +92,11 @@ def _part_of(engine: Engine, held: Held, world: PaperWorld, config: Config) -> R
         held=asdict(held))
 
 
-def _elements(pieces: Mapping[str, OwnedRun]) -> int:
+def _elements(pieces: Mapping[str, ParameterSlice]) -> int:
     return sum(piece.stop - piece.start for piece in pieces.values())
 
 
-def _parameter(piece: OwnedRun, split: ModelSplit | None) -> ParameterPart:
+def _parameter(piece: ParameterSlice, split: ModelSplit | None) -> ParameterPart:
     local = tuple(piece.shape)
     whole = local if split is None else tuple(split.whole_shape(piece.name, piece.shape))
     spans: list[tuple[Span, ...]] = [(Span(0, length),) for length in whole]

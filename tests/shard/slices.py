@@ -1,4 +1,4 @@
-"""A model of awkward shapes, optimizers of all kinds, gradients that all ranks know, and the same training whole and in pieces."""
+"""A model of awkward shapes, optimizers of all kinds, gradients that all ranks know, and the same training whole and in slices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 from rankloom.shard.layout import lay_out_evenly
 from rankloom.shard.matrices import lay_out_matrices
-from rankloom.shard.optimizer import OwnedRun, give_owners, make_optimizer, needs_whole_matrices, stand_in
+from rankloom.shard.optimizer import ParameterSlice, give_owners, make_optimizer, needs_whole_matrices, stand_in
 
 optim = torch.optim
 SHAPES = {"wide": (9, 23), "bias": (17,), "pair": (2,), "scale": (), "tall": (40, 3), "unused": (5, 5), "cube": (3, 4, 5)}
@@ -97,12 +97,12 @@ def train_whole(build: Callable, dtype: torch.dtype = torch.float32, steps: int 
     """One process: the truth."""
     params = {name: nn.Parameter(value) for name, value in draw(0, dtype).items()}
     optimizer = make_optimizer(build, params)
-    run(optimizer, params, {name: OwnedRun(name, p.shape, 0, p.numel()) for name, p in params.items()}, range(steps), dtype)
+    run(optimizer, params, {name: ParameterSlice(name, p.shape, 0, p.numel()) for name, p in params.items()}, range(steps), dtype)
     return params, optimizer
 
 
-class Pieces:
-    """What one rank of `ranks` has: owners, pieces, and an optimizer over them."""
+class Slices:
+    """What one rank of `ranks` has: owners, slices, and an optimizer over them."""
 
     def __init__(self, build: Callable, rank: int, ranks: int, dtype: torch.dtype = torch.float32):
         plain = draw(0, dtype)
@@ -112,25 +112,25 @@ class Pieces:
         self.whole = needs_whole_matrices(self.optimizer, stand_ins)
         lay_out = lay_out_matrices if self.whole else lay_out_evenly
         layout = lay_out({name: value.shape for name, value in plain.items()}, dtype.itemsize, ranks)
-        self.pieces = {name: OwnedRun(name, value.shape, *layout.piece(name, rank)) for name, value in plain.items()}
-        own = {name: self.pieces[name].cut(value).clone() for name, value in plain.items()}
+        self.slices = {name: ParameterSlice(name, value.shape, *layout.slice_of(name, rank)) for name, value in plain.items()}
+        own = {name: self.slices[name].cut(value).clone() for name, value in plain.items()}
         if self.whole:
-            own = {name: own[name].view(plain[name].shape) if self.pieces[name].is_whole else own[name] for name in own}
-        give_owners(self.optimizer, stand_ins, {name: nn.Parameter(value) for name, value in own.items()}, self.pieces)
+            own = {name: own[name].view(plain[name].shape) if self.slices[name].is_whole else own[name] for name in own}
+        give_owners(self.optimizer, stand_ins, {name: nn.Parameter(value) for name, value in own.items()}, self.slices)
         self.owners = stand_ins
 
-    def train(self, steps: range = range(STEPS)) -> "Pieces":
-        """Update by this rank's piece of the gradients."""
-        run(self.optimizer, self.owners, self.pieces, steps, self.dtype)
+    def train(self, steps: range = range(STEPS)) -> "Slices":
+        """Update by this rank's slices of the gradients."""
+        run(self.optimizer, self.owners, self.slices, steps, self.dtype)
         return self
 
 
-def run(optimizer: Any, owners: dict[str, nn.Parameter], pieces: dict[str, OwnedRun], steps: range, dtype: torch.dtype) -> None:
+def run(optimizer: Any, owners: dict[str, nn.Parameter], slices: dict[str, ParameterSlice], steps: range, dtype: torch.dtype) -> None:
     """Steps with given gradients; an owner of nothing has none."""
     for step in steps:
         for name, grad in gradients(step, dtype).items():
-            if not pieces[name].is_empty:
-                owners[name].grad = pieces[name].cut(grad).clone().view(owners[name].shape)
+            if not slices[name].is_empty:
+                owners[name].grad = slices[name].cut(grad).clone().view(owners[name].shape)
         optimizer.step()
 
 
