@@ -185,26 +185,26 @@ def _together(world: World, work: Callable[[], T], *, label: str, error: type[Ra
 
 
 class OptimizerValue(NamedTuple):
-    """What an optimizer has under one key for one parameter. piece: what this rank has of the parameter"""
+    """What an optimizer has under one key for one parameter. owned: what this rank has of the parameter"""
 
     key: str
     value: Any
-    piece: ParameterSlice
+    owned: ParameterSlice
     owner: nn.Parameter
 
     @property
     def saved_name(self) -> str:
         """KEY/NAME. Only the parameter's name may have a slash in it."""
-        return f"{quote(self.key, safe='')}/{self.piece.name}"
+        return f"{quote(self.key, safe='')}/{self.owned.name}"
 
 
 def _optimizer_values(state: TrainingState) -> Iterator[OptimizerValue]:
-    """The optimizer's state of the parameters that this rank has a piece of."""
-    held, pieces = state.optimizer.state, state.placement.pieces()
+    """The optimizer's state of the parameters that this rank has a slice of."""
+    held, slices = state.optimizer.state, state.placement.slices()
     for name, owner in state.placement.owners.items():
-        if owner in held and not pieces[name].is_empty:
+        if owner in held and not slices[name].is_empty:
             for key, value in held[owner].items():
-                yield OptimizerValue(key, value, pieces[name], owner)
+                yield OptimizerValue(key, value, slices[name], owner)
 
 
 def _optimizer_parts(state: TrainingState) -> Iterator[Part]:
@@ -224,7 +224,7 @@ def _parts_of(state: TrainingState, item: OptimizerValue, single_keys: Container
     """
     saved, shape = OPTIMIZER + item.saved_name, item.value.shape
     is_sharded = shape == item.owner.shape and not (item.key in single_keys and shape.numel() == 1)
-    return state.placement.parts_like(saved, item.piece, item.value) if is_sharded else [whole_part(saved, item.value)]
+    return state.placement.parts_like(saved, item.owned, item.value) if is_sharded else [whole_part(saved, item.value)]
 
 
 def _facts(state: TrainingState) -> dict[str, Any]:
@@ -267,16 +267,16 @@ def _load(state: TrainingState, folder: Path) -> dict[str, Any]:
     saved = own_parts(state, _described(manifest))
     expect_fit(state, saved, run)
     state.float8.drop_casts()   # of a failed step
-    pieces = state.placement.pieces()
+    slices = state.placement.slices()
     single_keys = {key for name, held in saved["state"].items() for key, value in held.items()
-                   if isinstance(value, Tensor) and value.numel() == 1 != pieces[name].shape.numel()}
+                   if isinstance(value, Tensor) and value.numel() == 1 != slices[name].shape.numel()}
 
     def read_here() -> None:
         with torch.no_grad(), Reader(folder, manifest) as reader:
             for part in parts:
                 reader.fill(part)
-            load_optimizer_state(state.optimizer, state.placement.owners, pieces, saved, rank=world.rank,
-                                 read=lambda name, key, value: _read_value(state, reader, key, value, pieces[name], single_keys))
+            load_optimizer_state(state.optimizer, state.placement.owners, slices, saved, rank=world.rank,
+                                 read=lambda name, key, value: _read_value(state, reader, key, value, slices[name], single_keys))
 
     with state.placement.rewritten():
         while_others_wait(world, read_here, label="read a checkpoint")
@@ -326,9 +326,9 @@ def _described(manifest: Manifest) -> dict[str, Any]:
     return {"state": held, "param_groups": manifest.facts["param_groups"]}
 
 
-def _read_value(state: TrainingState, reader: Reader, key: str, like: Tensor, piece: ParameterSlice, single_keys: Container[str]) -> Tensor:
+def _read_value(state: TrainingState, reader: Reader, key: str, like: Tensor, owned: ParameterSlice, single_keys: Container[str]) -> Tensor:
     """Read an optimizer value. like: of its shape on this rank, on the meta device"""
     made = torch.zeros(like.shape, dtype=like.dtype, device="cpu")   # zeros: the padding of a vocabulary is not saved
-    for part in _parts_of(state, OptimizerValue(key, made, piece, state.placement.owners[piece.name]), single_keys):
+    for part in _parts_of(state, OptimizerValue(key, made, owned, state.placement.owners[owned.name]), single_keys):
         reader.fill(part)
     return made

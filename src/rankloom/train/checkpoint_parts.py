@@ -39,13 +39,13 @@ def whole_part(name: str, values: Tensor) -> Part:
     return Part(name, tuple(values.shape), whole_box(values.shape), values.detach())
 
 
-def parts_of_piece(name: str, piece: ParameterSlice, values: Tensor, *, shape: torch.Size,
+def parts_of_slice(name: str, owned: ParameterSlice, values: Tensor, *, shape: torch.Size,
                    place: Place = lambda box: [(box, box)]) -> list[Part]:
     """The parts of a whole tensor that `values` holds.
 
-    piece:  which elements of the local tensor `values` holds, in order, in any shape
+    owned:  which elements of the local tensor `values` holds, in order, in any shape
     place:  where boxes of the local tensor are in the whole; left out, it is the whole
     shape:  of the whole
     """
-    boxes = piece.boxes(values.detach())
+    boxes = owned.boxes(values.detach())
     return [Part(name, tuple(shape), there, own[within(here, box)]) for box, own in boxes for here, there in place(box)]

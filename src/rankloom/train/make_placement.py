@@ -90,7 +90,7 @@ def place_cut(model: nn.Module, settings: Settings, build: Build, strategy: Shar
     else:
         kind = SplitPlacement if is_split(world) else CanonicalShardedPlacement if settings.logical_shards else ShardedPlacement
         placement = kind(model, sharding, world, split, summing=strategy.summing)
-    give_owners(optimizer, stand_ins, placement.owners, placement.pieces())
+    give_owners(optimizer, stand_ins, placement.owners, placement.slices())
     placement.hand_over(stand_ins)
     return placement, optimizer
 

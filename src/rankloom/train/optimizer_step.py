@@ -40,7 +40,7 @@ def global_norm(flats: list[Tensor], group: Group | None = None) -> Tensor:
     if group is not None and group.size > 1 and sum(flat.nbytes for flat in flats) > SHARE_NORM_ABOVE:
         share = global_norm([flat.tensor_split(group.size)[group.rank] for flat in flats])
         return group.all_reduce(share.square(), label="gradient norm").sqrt()
-    if not flats:   # a rank whose pieces are all empty
+    if not flats:   # a rank whose slices are all empty
         return torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.linalg.vector_norm(norms_of(flats))
 

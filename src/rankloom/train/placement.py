@@ -26,7 +26,7 @@ from rankloom.parallel.replicas.guards import watch_optimizers
 from rankloom.parallel.sections.state_dict import difference, shapes_in
 from rankloom.shard.optimizer import Optimizer, ParameterSlice
 from rankloom.shard.optimizer_state import gather_optimizer_state
-from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
+from rankloom.train.checkpoint_parts import MODEL, parts_of_slice, unique_tensors, whole_part
 from rankloom.train.optimizer_step import global_norm
 from rankloom.train.precision import MasterWeights, Precision
 from rankloom.world.group import Group
@@ -112,18 +112,18 @@ class Placement(Protocol):
     def parts(self) -> list[Part]:
         """This rank's parts of each tensor of the model's state dict, in the master dtype, without extra state."""
 
-    def parts_like(self, name: str, piece: ParameterSlice, values: Tensor) -> list[Part]:
-        """The same for a tensor `name` that is sharded like a parameter. piece: this rank's piece of that parameter"""
-        return parts_of_piece(name, piece, values, shape=piece.shape)
+    def parts_like(self, name: str, owned: ParameterSlice, values: Tensor) -> list[Part]:
+        """The same for a tensor `name` that is sharded like a parameter. owned: this rank's slice of that parameter"""
+        return parts_of_slice(name, owned, values, shape=owned.shape)
 
     def rewritten(self) -> AbstractContextManager[None]:
         """A context in which the memory of `parts` may be written; afterwards the model computes with it. A collective."""
 
-    def pieces(self) -> dict[str, ParameterSlice]:
+    def slices(self) -> dict[str, ParameterSlice]:
         """Name -> which elements of the parameter, as it is on this rank, its owner holds."""
 
     def part(self, name: str, value: Any) -> Any:
-        """This rank's part of a value of optimizer state of parameter `name`. Slices are cut later, by `pieces`."""
+        """This rank's part of a value of optimizer state of parameter `name`. Slices are cut later, by `slices`."""
         return value
 
     def held(self) -> tuple[int, int, int]:
@@ -219,7 +219,7 @@ class ReplicatedPlacement(Placement):
     def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
         """Every rank has the whole state: nothing is gathered."""
         mine = rank in (None, self._world.rank)
-        return (gather_optimizer_state(optimizer, self.owners, self.pieces(), self.group) or {}) if mine else {}
+        return (gather_optimizer_state(optimizer, self.owners, self.slices(), self.group) or {}) if mine else {}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -245,7 +245,7 @@ class ReplicatedPlacement(Placement):
         self.summing.begin_anew()
         self.publish()
 
-    def pieces(self) -> dict[str, ParameterSlice]:
+    def slices(self) -> dict[str, ParameterSlice]:
         """Each parameter whole, in its own shape."""
         return {name: ParameterSlice(name, owner.shape, 0, owner.numel()) for name, owner in self.owners.items()}
 

@@ -25,7 +25,7 @@ from rankloom.parallel.sections.state_dict import expect_own_parameters, load_va
 from rankloom.shard.norm import norm_of, norms_of
 from rankloom.shard.optimizer import Optimizer, ParameterSlice
 from rankloom.shard.optimizer_state import Entry, state_entries, whole_state
-from rankloom.train.checkpoint_parts import MODEL, parts_of_piece, unique_tensors, whole_part
+from rankloom.train.checkpoint_parts import MODEL, parts_of_slice, unique_tensors, whole_part
 from rankloom.train.optimizer_step import global_norm
 from rankloom.train.placement import Placement
 from rankloom.train.split_model import is_split
@@ -153,7 +153,7 @@ class ShardedPlacement(Placement):
         if rank is not None and rank not in self._everyone.ranks:
             return {}
         goal = self._goal(rank)
-        entries = state_entries(optimizer, self.owners, self.pieces(), self.group, rank=None if goal is None else goal.shard)
+        entries = state_entries(optimizer, self.owners, self.slices(), self.group, rank=None if goal is None else goal.shard)
         values = self._collect(entries, goal)
         return whole_state(optimizer, self.owners, values) if goal is None or self._place() == goal else {}
 
@@ -192,13 +192,13 @@ class ShardedPlacement(Placement):
         held = self.split.held.get(entry.parameter)
         return len(entry.shape) > 0 and held is not None and held.local_shape == entry.shape
 
-    def parts_like(self, name: str, piece: ParameterSlice, values: Tensor) -> list[Part]:
+    def parts_like(self, name: str, owned: ParameterSlice, values: Tensor) -> list[Part]:
         """Boxes of the unsplit model."""
-        whole = self.split.whole_shape(piece.name, piece.shape)
-        return parts_of_piece(name, piece, values, shape=whole, place=partial(self.split.boxes, piece.name, piece.shape))
+        whole = self.split.whole_shape(owned.name, owned.shape)
+        return parts_of_slice(name, owned, values, shape=whole, place=partial(self.split.boxes, owned.name, owned.shape))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Each rank keeps its pieces of its parts."""
+        """Each rank keeps its slices of its parts."""
         load_values(self.model, self.sharding, state, self._groups(), self.split)
         self.summing.begin_anew()
 
@@ -209,7 +209,7 @@ class ShardedPlacement(Placement):
 
     @cached_property
     def _shapes(self) -> dict[str, torch.Size]:
-        return {name: piece.shape for name, piece in self.pieces().items()}
+        return {name: owned.shape for name, owned in self.slices().items()}
 
     def parts(self) -> list[Part]:
         """Slices of units, and whole tensors that are in no unit."""
@@ -217,8 +217,8 @@ class ShardedPlacement(Placement):
         for name, value in unique_tensors(self.model).items():
             if id(value) in units:
                 unit, own = units[id(value)]
-                piece = ParameterSlice(own, unit.layout.slot(own).shape, *unit.layout.slice_of(own, unit.group.rank))
-                found += self.parts_like(MODEL + name, piece, unit.slice_view(unit.own, own))
+                owned = ParameterSlice(own, unit.layout.slot(own).shape, *unit.layout.slice_of(own, unit.group.rank))
+                found += self.parts_like(MODEL + name, owned, unit.slice_view(unit.own, own))
             elif isinstance(value, nn.Parameter):   # frozen, in no unit; it may be split over tensor ranks
                 found += self.parts_like(MODEL + name, ParameterSlice(name, value.shape, 0, value.numel()), value)
             else:
@@ -233,7 +233,7 @@ class ShardedPlacement(Placement):
         self.summing.begin_anew()
         self.sharding.publish()
 
-    def pieces(self) -> dict[str, ParameterSlice]:
+    def slices(self) -> dict[str, ParameterSlice]:
         """One per parameter; it may be empty."""
         return owned_slices(self.sharding, self.group.rank)
 
@@ -287,10 +287,10 @@ class SplitPlacement(ShardedPlacement):
 
         Ranks that hold one model between them each have totals of their own, and must all skip a step if one does.
         """
-        pieces = self.pieces()
+        slices = self.slices()
         held: dict[int, list[Tensor]] = {}   # by how many ranks hold them
         for name, owner in self.owners.items():
-            for grad, copies in self.counted(pieces[name], owner.grad) if owner.grad is not None else ():
+            for grad, copies in self.counted(slices[name], owner.grad) if owner.grad is not None else ():
                 held.setdefault(copies, []).append(grad)
         terms = [norms_of(grads).square().sum() / copies for copies, grads in held.items()]
         square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device="cpu")
@@ -308,6 +308,6 @@ class SplitPlacement(ShardedPlacement):
         total = self.group.all_reduce(squares.to(self.group.device), label="norms of repeated gradients")
         return dict(zip(names, total.sqrt().tolist(), strict=True))
 
-    def counted(self, piece: ParameterSlice, values: Tensor) -> list[tuple[Tensor, int]]:
-        """The values of a piece in views, each with how many of these ranks hold the same elements."""
-        return self.split.counted(piece.name, values, piece)
+    def counted(self, owned: ParameterSlice, values: Tensor) -> list[tuple[Tensor, int]]:
+        """The values of a slice in views, each with how many of these ranks hold the same elements."""
+        return self.split.counted(owned.name, values, owned)

@@ -83,7 +83,7 @@ def load_state(state: TrainingState, whole: Mapping[str, Mapping[str, Any]]) -> 
     _expect_one_state(world, whole, run)
     state.float8.drop_casts()   # of a failed step
     placement.load(whole["model"])
-    load_optimizer_state(state.optimizer, placement.owners, placement.pieces(), saved, rank=world.rank)
+    load_optimizer_state(state.optimizer, placement.owners, placement.slices(), saved, rank=world.rank)
     state.float8.load_state_dict(run["amax"])
     return run
 
@@ -128,6 +128,6 @@ def own_parts(state: TrainingState, optimizer: Mapping[str, Any]) -> dict[str, A
 def expect_fit(state: TrainingState, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
     """Raise ModelMismatch, on all ranks, unless the optimizer state `saved` (this rank's parts) and fp8's fit this engine."""
     placement = state.placement
-    problem = (misfit(state.optimizer, placement.owners, placement.pieces(), saved) or state.float8.misfit(run["amax"])
+    problem = (misfit(state.optimizer, placement.owners, placement.slices(), saved) or state.float8.misfit(run["amax"])
                or stray_state(state))   # which would be gone
     state.world.agree(problem, error=ModelMismatch, label="load an optimizer")

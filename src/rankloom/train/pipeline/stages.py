@@ -192,9 +192,9 @@ class PipelinePlacement(SplitPlacement):
     def _groups(self) -> tuple[Group, ...]:
         return *super()._groups(), self.pipe
 
-    def pieces(self) -> dict[str, ParameterSlice]:
-        """The pieces of all parameters; empty ones for those of other stages."""
-        mine = super().pieces()
+    def slices(self) -> dict[str, ParameterSlice]:
+        """The slices of all parameters; empty ones for those of other stages."""
+        mine = super().slices()
         return {name: mine.get(name, ParameterSlice(name, shape, 0, 0)) for name, shape in self.local.names.items()}
 
     def abandon(self) -> None:
@@ -221,14 +221,14 @@ class PipelinePlacement(SplitPlacement):
         with self.sync(True):
             self.sharding.forward_backward.collect()
 
-    def counted(self, piece: ParameterSlice, values: Tensor) -> list[tuple[Tensor, int]]:
+    def counted(self, owned: ParameterSlice, values: Tensor) -> list[tuple[Tensor, int]]:
         """A tied parameter has copies on each of its stages."""
-        return [(view, copies * len(self.local.where[piece.name])) for view, copies in super().counted(piece, values)]
+        return [(view, copies * len(self.local.where[owned.name])) for view, copies in super().counted(owned, values)]
 
-    def parts_like(self, name: str, piece: ParameterSlice, values: Tensor) -> list[Part]:
+    def parts_like(self, name: str, owned: ParameterSlice, values: Tensor) -> list[Part]:
         """As of any split model. A tied parameter is written by the first of its stages."""
-        later = self.pipe.rank != min(self.local.where[piece.name])
-        return [replace(part, is_copy=later) for part in super().parts_like(name, piece, values)]
+        later = self.pipe.rank != min(self.local.where[owned.name])
+        return [replace(part, is_copy=later) for part in super().parts_like(name, owned, values)]
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
         """The values, in the order of the model."""

@@ -77,34 +77,34 @@ def _backward(engine: Engine, *, last: bool) -> None:
 def _part_of(engine: Engine, held: Held, world: PaperWorld, config: Config) -> RankPart:
     """What the rank of `world` holds. engine: built for this rank, or for one at the same place along pipe, which holds `held`"""
     placement, rows, tokens = engine.placement, world.group(*ROW_AXES), world.group("context")
-    pieces, split = placement.pieces(), None
+    slices, split = placement.slices(), None
     if isinstance(placement, ShardedPlacement):
         split = replace(placement.split, tensor=world.group("tensor"), expert=world.group("expert"))
         if placement.group.size > 1:
-            of_engine, pieces = pieces, owned_slices(placement.sharding, world.group("shard").rank)
-            held = replace(held, optimizer=held.optimizer * _elements(pieces) // _elements(of_engine))
+            of_engine, slices = slices, owned_slices(placement.sharding, world.group("shard").rank)
+            held = replace(held, optimizer=held.optimizer * _elements(slices) // _elements(of_engine))
     return RankPart(
         rank=world.rank, coords=world.mesh.coords(world.rank),
         stages=tuple(engine.pipeline.stages) if isinstance(engine, PipelineEngine) else (0,),
-        parameters=tuple(_parameter(pieces[name], split) for name, _ in placement.model.named_parameters() if name in pieces),
+        parameters=tuple(_parameter(slices[name], split) for name, _ in placement.model.named_parameters() if name in slices),
         rows=share(rows.rank, rows.size, config.batch().global_),
         tokens=Context(tokens, config.train.seq_len).spans[tokens.rank],
         held=asdict(held))
 
 
-def _elements(pieces: Mapping[str, ParameterSlice]) -> int:
-    return sum(piece.stop - piece.start for piece in pieces.values())
+def _elements(slices: Mapping[str, ParameterSlice]) -> int:
+    return sum(owned.stop - owned.start for owned in slices.values())
 
 
-def _parameter(piece: ParameterSlice, split: ModelSplit | None) -> ParameterPart:
-    local = tuple(piece.shape)
-    whole = local if split is None else tuple(split.whole_shape(piece.name, piece.shape))
+def _parameter(owned: ParameterSlice, split: ModelSplit | None) -> ParameterPart:
+    local = tuple(owned.shape)
+    whole = local if split is None else tuple(split.whole_shape(owned.name, owned.shape))
     spans: list[tuple[Span, ...]] = [(Span(0, length),) for length in whole]
     if split is not None:
-        holding = split.held[piece.name]
+        holding = split.held[owned.name]
         if holding.dim is not None:
             spans[holding.dim] = holding.spans[split.tensor.rank]
-        if piece.name in split.experts:
-            mine = replace(split, held={}).cut(piece.name, torch.arange(whole[0], device="cpu")).tolist()
+        if owned.name in split.experts:
+            mine = replace(split, held={}).cut(owned.name, torch.arange(whole[0], device="cpu")).tolist()
             spans[0] = (Span(mine[0], mine[-1] + 1),)
-    return ParameterPart(piece.name, whole, tuple(spans), local, (piece.start, piece.stop))
+    return ParameterPart(owned.name, whole, tuple(spans), local, (owned.start, owned.stop))
