@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from rankloom.comm.algorithms import ALGORITHMS, on_nodes
 from rankloom.comm.price import BACKEND, algorithms_on, needs_tags
 from rankloom.world.group import Group
 
-NAMES = [*dict.fromkeys(name for table in (ALGORITHMS, on_nodes(())) for ways in table.values() for name in ways), BACKEND]
+NAMES = [*dict.fromkeys(chain(*ALGORITHMS.values(), *on_nodes(()).values())), BACKEND]   # of all algorithms, each once
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECONDS_PER_TURN = 0.003    # so that the barrier and the clock weigh little
 CALLS_PER_TURN = 100        # at most

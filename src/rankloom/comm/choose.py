@@ -9,6 +9,7 @@ same without a message.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -75,10 +76,8 @@ def describe_decisions(topology: Topology) -> str:
     """
     sizes = [1 << k for k in range(10, 31)]
     winners = [decide(size, topology).winner.name for size in sizes]
-    ends = [(name, size) for name, after, size in zip(winners, winners[1:], sizes) if after != name]
-    if not ends:
-        return f"{winners[0]} at any size"
-    return ", ".join(f"{name} up to {show_bytes(size)}" for name, size in ends) + f", {winners[-1]} above"
+    ends = [f"{name} up to {show_bytes(size)}" for size, (name, following) in zip(sizes, pairwise(winners)) if following != name]
+    return ", ".join([*ends, f"{winners[-1]} above"]) if ends else f"{winners[0]} at any size"
 
 
 def auto_all_reduce(x: Tensor, group: Group) -> Tensor:

@@ -12,7 +12,7 @@ All keep the compression error and add it to the next values of the buffer (erro
 Those of comm/blockwise.py have a reduce-scatter, too: comm/scatter.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,11 +32,6 @@ from rankloom.world.group import Group
 
 _FORMATS: dict[str, Format] = {
     "bf16": Floats(torch.bfloat16), "fp16": Floats(torch.float16), "int8": INT8, "int4": INT4, "1bit": ONE_BIT}
-_COMPRESSED: dict[str, Callable[[BufferParts], Compressed]] = {
-    **{name: lambda parts, form=form: Blockwise(form) for name, form in _FORMATS.items()},   # type: ignore[misc]
-    TOPK: lambda parts: TopK(),
-    POWERSGD: PowerSGD,
-}
 
 
 def compressed_all_reduce(name: str, parts: BufferParts = ()) -> Compressed:
@@ -48,7 +43,9 @@ def compressed_all_reduce(name: str, parts: BufferParts = ()) -> Compressed:
     kind, rank = split_compression(name)
     if kind == EXACT:
         raise ConfigError(f"compress={name!r} compresses nothing, so there is no compressed all-reduce of that name")
-    return PowerSGD(parts, rank) if rank else _COMPRESSED[kind](parts)
+    if kind == POWERSGD:
+        return PowerSGD(parts) if rank is None else PowerSGD(parts, rank)
+    return TopK() if kind == TOPK else Blockwise(_FORMATS[kind])
 
 
 class Summing:
