@@ -75,10 +75,11 @@ class _RingAttention(torch.autograd.Function):
         out = torch.zeros_like(query, dtype=at_least_fp32(query.dtype))
         lse = torch.full(query.shape[:3], -torch.inf, dtype=out.dtype, device=query.device)
         for owner, block in _around(torch.stack((key, value)), context, "keys and values"):
-            for rows, asking, asked, causal in context.tiles[owner]:
-                keys, values = block[:, rows, :, asked]
-                part = tile_forward(query[rows, :, asking], keys, values, causal)
-                merge(out[rows, :, asking], lse[rows, :, asking], *part)
+            for tile in context.tiles[owner]:
+                queries = (tile.rows, slice(None), tile.query)
+                keys, values = block[:, tile.rows, :, tile.key]
+                part = tile_forward(query[queries], keys, values, tile.causal)
+                merge(out[queries], lse[queries], *part)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.context = context
@@ -95,12 +96,13 @@ class _RingAttention(torch.autograd.Function):
         for owner, block in _around(torch.stack((key, value)), context, "keys and values, again"):
             # A block's gradients start at the owner's right neighbour and come home last, so the owner's own share never travels.
             of_block = torch.zeros_like(block, dtype=lse.dtype) if travelling is None else _send_home(travelling, context, owner)
-            for rows, asking, asked, causal in context.tiles[owner]:
-                keys, values = block[:, rows, :, asked]
-                saved = SavedTile(query[rows, :, asking], keys, values, out[rows, :, asking], lse[rows, :, asking])
-                share = tile_backward(grad[rows, :, asking], saved, causal)
-                of_query[rows, :, asking] += share.query
-                of_block[:, rows, :, asked] += torch.stack((share.key, share.value))
+            for tile in context.tiles[owner]:
+                queries = (tile.rows, slice(None), tile.query)
+                keys, values = block[:, tile.rows, :, tile.key]
+                saved = SavedTile(query[queries], keys, values, out[queries], lse[queries])
+                share = tile_backward(grad[queries], saved, tile.causal)
+                of_query[queries] += share.query
+                of_block[:, tile.rows, :, tile.key] += torch.stack((share.key, share.value))
             own, travelling = (of_block, None) if own is None else (own, of_block)
         assert own is not None, "a ring has at least this rank"
         if travelling is not None:
