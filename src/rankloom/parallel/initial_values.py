@@ -42,13 +42,16 @@ class InitialValues:
         self.initialize, self.seed, self._option = initialize, seed, f"`{option}`"
         self.problems: list[str] = []
         self._unfilled: list[str] = []
-        seen: dict[int, str] = {}   # a tensor -> the first of its names
+        self._first_name: dict[str, str] = {}   # of the tensor that has this name
+        self._homes: dict[str, tuple[nn.Module, str]] = {}
+        seen: dict[int, str] = {}   # id of a tensor -> the first of its names
         twins = _twins(model)
-        places = [(full_name(prefix, key), twins[module], key, tensor)
-                  for prefix, module in model.named_modules(remove_duplicate=False)
-                  for key, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None]
-        self._first_name = {name: seen.setdefault(id(tensor), name) for name, _, _, tensor in places}
-        self._homes = {name: (module, key) for name, module, key, _ in places}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    name = full_name(prefix, key)
+                    self._first_name[name] = seen.setdefault(id(tensor), name)
+                    self._homes[name] = twins[module], key
         self._given = {name: tensor.detach() for name, tensor in named_state(model) if not tensor.is_meta}
         for name, (module, _) in self._homes.items():
             if initialize is None and self._first_name[name] not in self._given and not callable(getattr(module, "reset_parameters", None)):
@@ -61,7 +64,7 @@ class InitialValues:
         if name in self._given:
             whole.copy_(self._given[name])
         elif self.initialize is not None:
-            self._call(self.initialize, name, whole)
+            self._fill_by_user(self.initialize, name, whole)
         else:
             module, key = self._homes[name]
             whole.copy_(_reset(module, key, whole, stream(self.seed, "init", name.rpartition(".")[0]).initial_seed()))
@@ -74,7 +77,8 @@ class InitialValues:
                    "it is given, for every name"] if self._unfilled else []
         return "\n".join((*self.problems, *missing)) or None
 
-    def _call(self, initialize: Fill, name: str, whole: Tensor) -> None:
+    def _fill_by_user(self, initialize: Fill, name: str, whole: Tensor) -> None:
+        """Fill a tensor by the user's function; note what that does wrong."""
         whole.fill_(math.nan if has_nan(whole.dtype) else 0)   # to detect elements that are not written
         given = whole.detach()   # another tensor object: if the user resizes it, `whole` keeps its shape
         initialize(name, given)

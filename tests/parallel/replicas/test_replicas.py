@@ -15,7 +15,7 @@ from torch import nn
 import rankloom as rl
 from patience import AT_ONCE
 from rankloom.parallel.replicas.buffers import SAMPLE, BufferKeeper, Sampled
-from rankloom.parallel.replicas.equal_start import PIECE_BYTES, make_replicas_equal, named_state
+from rankloom.parallel.replicas.equal_start import MESSAGE_BYTES, make_replicas_equal, named_state
 from rankloom.parallel.replicas.refused import _first_shared, _runs
 
 
@@ -55,7 +55,7 @@ def test_small_tensors_come_from_rank_0_in_one_message_whatever_their_dtypes_and
         model, labels, plain = nn.Module(), [], world.broadcast
         for number, dtype in enumerate((torch.uint8, torch.float64, torch.bool, torch.complex64, torch.bfloat16) * 20):
             model.register_buffer(f"small{number}", torch.full((3,), world.rank).to(dtype))   # 3 bytes: the next begins at no multiple
-        model.register_buffer("large", torch.full((PIECE_BYTES // 4,), float(world.rank)))
+        model.register_buffer("large", torch.full((MESSAGE_BYTES // 4,), float(world.rank)))
         world.broadcast = lambda x, **more: labels.append(more["label"]) or plain(x, **more)
         changed = make_replicas_equal(model, world)
         assert changed == ([] if world.rank == 0 else [name for name, _ in named_state(model)])

@@ -204,7 +204,7 @@ class GradientReducer:
         """
         touched = self._by_rows.touched()
         flags = [owner.grad is not None for owner in self.owners.values()]
-        facts = [mark, -mark, *(len(rows) for rows in touched.values())]
+        facts = [mark, -mark, *(len(rows) for rows in touched.values())]   # the least mark is minus the largest of the negative
         (most, least, *rows), flags, numbers = combine_facts(facts, flags, totals, self.group)
         most_rows = dict(zip(touched, rows))
         for (name, owner), used in zip(self.owners.items(), flags):

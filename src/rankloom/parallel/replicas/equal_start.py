@@ -17,7 +17,7 @@ from rankloom.parallel.replicas.refused import expect_memory_of_their_own, expec
 from rankloom.shard.flat import cut_into_buckets, kept_strides
 from rankloom.world.group import Group
 
-PIECE_BYTES = 4 << 20   # thousands of small tensors would be as many messages; a larger one travels alone
+MESSAGE_BYTES = 4 << 20   # thousands of small tensors would be as many messages; a larger one travels alone
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -63,7 +63,7 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
     changed = []
     for device in dict.fromkeys(tensor.device for tensor in strided.values()):
         sizes = {name: tensor.nbytes for name, tensor in strided.items() if tensor.device == device}
-        for names in cut_into_buckets(sizes, PIECE_BYTES):
+        for names in cut_into_buckets(sizes, MESSAGE_BYTES):
             changed += _take_from_rank_0({name: strided[name] for name in names}, group)
     everyone = group.all_gather_object(changed, label="who differed")
     if group.rank == 0 and any(everyone):   # only rank 0's warnings reach the console
@@ -78,12 +78,13 @@ def make_replicas_equal(model: nn.Module, group: Group) -> list[str]:
 
 def _take_from_rank_0(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
     """Give these tensors, of one device, the values of rank 0, in one message. Returns the names of those that had others."""
-    piece = group.broadcast(torch.cat([bytes_of(tensor) for tensor in tensors.values()]), label=f"initial {', '.join(list(tensors)[:3])}")
-    theirs = dict(zip(tensors, piece.split([tensor.nbytes for tensor in tensors.values()])))
+    message = torch.cat([bytes_of(tensor) for tensor in tensors.values()])
+    group.broadcast(message, label=f"initial {', '.join(list(tensors)[:3])}")
+    theirs = dict(zip(tensors, message.split([tensor.nbytes for tensor in tensors.values()])))
     changed = [name for name, tensor in tensors.items() if not torch.equal(theirs[name], bytes_of(tensor))]
     for tensor in tensors.values():   # it was read here, and may be replaced now, or cut later
         keep_until_read(tensor)
-    for name in changed:   # of several, cloned: a tensor's bytes may begin anywhere in the piece, and numbers may not
+    for name in changed:   # of several, cloned: a tensor's bytes may begin anywhere in the message, and numbers may not
         values = theirs[name] if len(tensors) == 1 else theirs[name].clone()
         overwrite(tensors[name], values.view(tensors[name].dtype).view(tensors[name].shape))
     return changed
@@ -110,7 +111,7 @@ def expect_same_tensors(model: nn.Module, group: Group) -> None:
     expect_plain_embeddings(model, group.size)
     expect_memory_of_their_own(model)
     _expect_own(model, group)
-    mine = {name: f"{list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}{_sparse_values(t)}" for name, t in named_state(model)}
+    mine = {name: _description(tensor) for name, tensor in named_state(model)}
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(group.all_gather_object(digest, label="shape of the model"))) == 1:
         return
@@ -123,6 +124,12 @@ def expect_same_tensors(model: nn.Module, group: Group) -> None:
         differ = [f"the same tensors in another order, {here} here where rank {first} has {there}"]
     problem = f"rank {group.world_rank} holds another model than rank {first}: {'; '.join(differ[:3])}" if differ else None
     group.agree(problem, error=ModelMismatch, label="same model")
+
+
+def _description(x: Tensor) -> str:
+    """What must be equal on all ranks, in words."""
+    frozen = "" if x.requires_grad else " frozen"
+    return f"{list(x.shape)} {x.dtype}{frozen}{_sparse_values(x)}"
 
 
 def _sparse_values(x: Tensor) -> str:

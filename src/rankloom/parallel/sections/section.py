@@ -56,8 +56,8 @@ class Section:
         self.waiting_for: set[str] = set()   # parameters whose gradient has not landed in this backward
         self.settled = False
         self.reduced_each_time = True        # in every backward, or only in the last of a step
-        self.gather_for_part: Callable[[], bool] | None = None   # of the root: for a module that is called by itself; is it to go after?
-        self._borrower: nn.Module | None = None                  # that module
+        self.gather_for_part: Callable[[], bool] | None = None   # of the root: see `lend`; returns whether to release it afterwards
+        self._borrower: nn.Module | None = None                  # the module for which it was gathered
         self._places = _places(module, {param: (unit, name) for unit in units for name, param in unit.params.items()})
 
     def __deepcopy__(self, memo: Any) -> "Section":   # hooks of the model refer to it, so copying the model calls this

@@ -83,7 +83,7 @@ class Sharding:
         names = [name for gradient in self.gradients() for name in gradient.unit.params]
         used = {name for gradient in self.gradients() for name in gradient.used}
         flags = [name in used for name in names]
-        order_hash = self.forward_backward.calls.order_hash
+        order_hash = self.forward_backward.calls.order_hash   # alike where the largest is the least: minus the largest of the negative
         (most, least, high, low), flags, totals = combine_facts([order_hash, -order_hash, mark, -mark], flags, totals, self.group)
         (differ, high, low), flags, totals = combine_facts([most != -least, high, low], flags, totals, self.replicas)
         self.forward_backward.calls.end_step(self.group.world_rank, alike=not differ)
