@@ -53,7 +53,7 @@ def fit_links(times: Sequence[Timed], topology: Topology, *, wide: int = 1) -> F
     amounts = np.array([[_amounts(way).get(key, 0.0) for key in unknowns] for way in routes])
     seconds = np.array([timed.seconds for timed in times])
     found = dict(zip(unknowns, nonnegative_least_squares(amounts / seconds[:, None], np.ones(len(times))).tolist()))
-    links = _with(topology.links, found)
+    links = _with_constants(topology.links, found)
     errors: dict[str, list[float]] = {}
     for timed, way in zip(times, routes):
         errors.setdefault(timed.algorithm, []).append(abs(price(way, links).seconds / timed.seconds - 1))
@@ -70,7 +70,7 @@ def _amounts(way: Route) -> dict[tuple[str, str], float]:
     return {key: amount for key, amount in amounts.items() if amount}
 
 
-def _with(links: Links, found: Mapping[tuple[str, str], float]) -> Links:
+def _with_constants(links: Links, found: Mapping[tuple[str, str], float]) -> Links:
     """`links` with the fitted constants."""
     for kind in {kind for kind, _ in found}:
         if kind == "adding":

@@ -78,9 +78,9 @@ def double_tree_all_reduce(x: Tensor, group: Group, *, block: int = BLOCK) -> Te
                           "but one; take the backend's own all-reduce, or tree, ring or halving")
     halves = summand(x, group, "double_tree_all_reduce").tensor_split(2)
     blocks = block_count(halves[0].numel(), x.itemsize, block)   # the first half is the longer one
-    lanes = [_Lane(half.tensor_split(blocks), tree, tag, group)
+    halves_in_trees = [_TreeSum(half.tensor_split(blocks), tree, tag, group)
              for tag, (half, tree) in enumerate(zip(halves, double_tree(group.rank, group.size)), TAG)]
-    leaf, inner = sorted(lanes, key=lambda lane: len(lane.tree.children))
+    leaf, inner = sorted(halves_in_trees, key=lambda each: len(each.tree.children))
     # This rank is a leaf of one tree, and may be an inner rank of the other. On the way up it handles the leaf's blocks earlier, on the way
     # down later, by as many blocks as the trees have levels. So the leaf's messages delay none of the inner rank's.
     ahead = group.size.bit_length() - 1
@@ -96,8 +96,8 @@ def double_tree_all_reduce(x: Tensor, group: Group, *, block: int = BLOCK) -> Te
     return x
 
 
-class _Lane:
-    """Half of a buffer, in blocks, on its way up one tree and down again."""
+class _TreeSum:
+    """The sum of half of a buffer, in blocks, on its way up one tree and down again."""
 
     def __init__(self, blocks: Sequence[Tensor], tree: Tree, tag: int, group: Group):
         self.blocks, self.tree, self.tag, self.group = blocks, tree, tag, group

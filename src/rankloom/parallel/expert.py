@@ -62,7 +62,7 @@ class SpreadableLayer(Protocol):
         """Given how many tokens went to each expert on all ranks."""
 
 
-PARTS = (*SpreadableLayer.__annotations__, "rebalance")   # for hasattr: from Python 3.12 on, isinstance does not see submodules
+ATTRIBUTES = (*SpreadableLayer.__annotations__, "rebalance")   # for hasattr: from Python 3.12 on, isinstance does not see submodules
 
 
 def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
@@ -79,8 +79,8 @@ def expert_parallel(model: nn.Module, group: Group) -> nn.Module:
     layers = expert_layers(model)
     if not layers:
         raise ConfigError(f"{group.where('expert_parallel')}: {type(model).__name__} has no layers of experts to spread: modules with "
-                          f"{', '.join(PARTS)}, as MoE of models/moe.py has them. Experts of other models may be cut along the mesh axis "
-                          "tensor, by a plan; those of `transformers` bring one")
+                          f"{', '.join(ATTRIBUTES)}, as MoE of models/moe.py has them. Experts of other models may be cut along the mesh "
+                          "axis tensor, by a plan; those of `transformers` bring one")
     for name, layer in layers.items():
         if isinstance(layer.dispatch, SpreadDispatch):
             raise ConfigError(f"{group.where('expert_parallel')}: the experts of {name} are spread already")
@@ -120,7 +120,7 @@ def _keep_own(model: nn.Module, every: Sequence[Any], group: Group) -> None:
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
     """The layers of experts in a model, by name."""
-    return {name: module for name, module in model.named_modules() if all(hasattr(module, part) for part in PARTS)}
+    return {name: module for name, module in model.named_modules() if all(hasattr(module, attribute) for attribute in ATTRIBUTES)}
 
 
 @dataclass(frozen=True)

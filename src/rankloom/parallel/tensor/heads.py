@@ -109,19 +109,19 @@ def heads_of(module: nn.Module, name: str, layer: int, features: Sequence[int], 
     _expect_no_whole_latents(module, name)
     name, most = name or "the model", max(features)
     seems_attention = len(features) > 2 or len(set(features)) > 1   # a gated MLP has two such layers, equally wide
-    if width := _first(module, WIDTHS):
+    if width := _first_number(module, WIDTHS):
         # GPT-NeoX lays query, key and value of each head side by side, Qwen3-Next query and gate: all are cut as one head
-        queries = width * _anywhere(module, QUERIES)
+        queries = width * _configured(module, QUERIES)
         in_a_row, gated = len(features) == 1 and most == 3 * queries, most == 2 * queries and queries in behind
         widest = width * (3 if in_a_row else 2 if gated else 1)
         return Heads(widest if layer == most else width, most // widest, name)
     for attribute in (*QUERIES, *(SHORT_QUERIES if seems_attention else ())):
-        count = _count(module, attribute)
+        count = _number_at(module, attribute)
         if count and most % count == 0:
             return Heads(most // count, count, name)
     if not seems_attention:
         return None
-    if width := _first(module, SHORT_WIDTHS):
+    if width := _first_number(module, SHORT_WIDTHS):
         return Heads(width, most // width, name)
     if hints := _hints(module, features):
         raise ConfigError(f"{name} has {len(features)} column-cut layers of {', '.join(map(str, features))} features and seems to be "
@@ -142,7 +142,7 @@ def heads_behind_latents(module: nn.Module, name: str, features: int) -> Heads:
 
     raises: ConfigError when the module does not say how many they are
     """
-    name, count = name or "the model", _anywhere(module, QUERIES)
+    name, count = name or "the model", _configured(module, QUERIES)
     if not count:
         raise ConfigError(f"{name} does not say how many heads it has; give it num_heads")
     if features % count:
@@ -162,7 +162,7 @@ def rotated_features_of(module: nn.Module, layer: str, features: int) -> int:
 
 def has_width(module: nn.Module) -> bool:
     """Whether an attribute of the module says how wide a head is."""
-    return _first(module, WIDTHS) > 0
+    return _first_number(module, WIDTHS) > 0
 
 
 def of_an_mlp(name: str) -> bool:
@@ -173,10 +173,10 @@ def of_an_mlp(name: str) -> bool:
 def _hints(module: nn.Module, features: Sequence[int]) -> list[str]:
     """Attributes that may be the number or width of heads under unknown names, and counts in a config, which other modules read too."""
     places = re.compile("idx|index|len|max|window")
-    own = [name for name, value in vars(module).items() if _count(module, name) and not places.search(name)
+    own = [name for name, value in vars(module).items() if _number_at(module, name) and not places.search(name)
            and 1 < value < max(features) and not any(each % value for each in features)]
     shared = [f"{place}.{name}" for place in CONFIGS for name in (*QUERIES, *SHORT_QUERIES)
-              if _count(getattr(module, place, None), name)]
+              if _number_at(getattr(module, place, None), name)]
     return own + shared
 
 
@@ -186,7 +186,7 @@ def fused_heads_of(module: nn.Module, name: str, features: int) -> tuple[Heads, 
     raises: ConfigError when the module does not say how wide a head is
     """
     name = name or "the model"
-    width, query, key_values = _first(module, WIDTHS), _anywhere(module, QUERIES), _anywhere(module, KEY_VALUES)
+    width, query, key_values = _first_number(module, WIDTHS), _configured(module, QUERIES), _configured(module, KEY_VALUES)
     if not width and query:
         width = features // (query + 2 * (key_values or query))
     if not width:
@@ -209,7 +209,7 @@ def tell_local_counts(module: nn.Module, name: str, counts: Sequence[HeadCount])
     known = {name: value for names, value in values for name in names}
     here = {count.whole: count.here for count in (key_values, query)}
     for name in list(vars(module)):
-        count = _count(module, name)
+        count = _number_at(module, name)
         counts_heads = re.search(r"head|^n?_?(h|kv)$", name) and not re.search(r"dim|size|width|^d_|_d$", name)
         if count and name in known:
             setattr(module, name, known[name])
@@ -225,15 +225,15 @@ def _expect_no_whole_keys(module: nn.Module, name: str) -> None:
                               "gradient: say colwise for it too. Of fewer key-value heads than ranks, neighbours hold the same ones")
 
 
-def _anywhere(module: nn.Module, names: Sequence[str]) -> int:
+def _configured(module: nn.Module, names: Sequence[str]) -> int:
     """The first of `names` that is a number, in the module or its config; 0 if there is none."""
-    return _first(module, names) or _first(getattr(module, "config", None), names)
+    return _first_number(module, names) or _first_number(getattr(module, "config", None), names)
 
 
-def _first(owner: object, names: Sequence[str]) -> int:
-    return next((count for name in names if (count := _count(owner, name))), 0)
+def _first_number(owner: object, names: Sequence[str]) -> int:
+    return next((count for name in names if (count := _number_at(owner, name))), 0)
 
 
-def _count(owner: object, attribute: str) -> int:
+def _number_at(owner: object, attribute: str) -> int:
     value = getattr(owner, attribute, 0)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
