@@ -13,7 +13,7 @@ import rankloom as rl
 from awkward import loss_sum
 from blocky import make_blocky, make_turns
 from rankloom.shard import frames as module
-from rankloom.shard.frames import FRAME, Frames, Lasting, Standing, between_steps, memory_lent
+from rankloom.shard.frames import FRAME, AlwaysOpen, Frames, StaysUnlessViewed, between_steps, memory_lent
 
 pytestmark = pytest.mark.gloo
 
@@ -128,7 +128,7 @@ def test_where_the_kernel_moves_nothing_pages_are_given_back(monkeypatch):
 
 
 def test_standing_memory_stays():
-    window = Standing(torch.ones(3))
+    window = AlwaysOpen(torch.ones(3))
     window.open()
     window.close()
     assert window.held == 12 and window.tensor.tolist() == [1.0] * 3
@@ -160,7 +160,7 @@ def test_training_in_frames_is_training_in_memory_of_its_own_to_the_bit(options,
 @pytest.mark.parametrize("lent", [False, True])
 def test_memory_that_lasts_is_left_to_those_who_hold_a_view_of_it_when_it_is_closed(lent):
     first = torch.zeros(8)
-    window, address = Lasting(first, lent=lent), first.data_ptr()
+    window, address = StaysUnlessViewed(first, lent=lent), first.data_ptr()
     del first
     window.close()
     assert window.tensor.data_ptr() == address and window.stays and window.held == 32
@@ -178,8 +178,8 @@ def test_memory_that_lasts_is_left_to_those_who_hold_a_view_of_it_when_it_is_clo
 
 
 def test_memory_between_steps_and_lent_memory_last_on_a_cpu():
-    assert isinstance(between_steps(3, torch.float32, torch.device("cpu")), Lasting)
-    assert isinstance(memory_lent(torch.zeros(3)), Lasting) and memory_lent(torch.zeros(3)).held == 12
+    assert isinstance(between_steps(3, torch.float32, torch.device("cpu")), StaysUnlessViewed)
+    assert isinstance(memory_lent(torch.zeros(3)), StaysUnlessViewed) and memory_lent(torch.zeros(3)).held == 12
     whole = torch.zeros(8)
     lent, address = memory_lent(whole[4:]), whole[4:].data_ptr()
     del whole

@@ -86,8 +86,8 @@ def test_what_is_large_is_pinned_to_the_byte_and_what_is_small_by_torch(monkeypa
     assert not pinned, "it is given back when nobody has any of it"
 
 
-def test_the_desk_has_the_dtype_and_the_size_that_are_asked_for():
+def test_scratch_memory_has_the_dtype_and_the_size_that_are_asked_for():
     host = Host(torch.device("cpu"))
     for n, dtype in ((4, torch.float32), (2, torch.float32), (4, torch.bfloat16), (8, torch.bfloat16)):
-        desk = host.desk(n, dtype)
-        assert desk.dtype == dtype and desk.shape == (n,)
+        scratch = host.scratch(n, dtype)
+        assert scratch.dtype == dtype and scratch.shape == (n,)

@@ -47,8 +47,8 @@ class Window:
         return self.tensor.nbytes
 
 
-class Standing(Window):
-    """Memory that stays, open or not."""
+class AlwaysOpen(Window):
+    """Memory that stays for good."""
 
     stays = True
 
@@ -56,7 +56,7 @@ class Standing(Window):
         self.tensor = tensor
 
 
-class Lasting(Standing):
+class StaysUnlessViewed(AlwaysOpen):
     """CPU memory that stays between steps. If the user still holds a view when it closes, the view keeps it, and fresh memory takes over.
 
     lent: it is the group's, where sums need no copy: go back to it once nobody holds a view of it
@@ -109,13 +109,13 @@ class _Fresh(Window):
 def between_steps(n: int, dtype: torch.dtype, device: torch.device) -> Window:
     """A closed window for what lives from a backward to the start of the next step. On a device with an allocator, activations use its
     memory in between. On a CPU it stays: faulting pages in again would cost more than it saves."""
-    return _Fresh(n, dtype, device) if has_allocator(device) else Lasting(torch.zeros(n, dtype=dtype, device=device))
+    return _Fresh(n, dtype, device) if has_allocator(device) else StaysUnlessViewed(torch.zeros(n, dtype=dtype, device=device))
 
 
 def memory_lent(tensor: Tensor) -> Window:
     """A window on memory that a group lends for good: pages that its ranks share, or device memory."""
     # Detached: a view holds a reference to its base, which `count_users` would count.
-    return Standing(tensor) if has_allocator(tensor.device) else Lasting(tensor.detach(), lent=True)
+    return AlwaysOpen(tensor) if has_allocator(tensor.device) else StaysUnlessViewed(tensor.detach(), lent=True)
 
 
 def count_users(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import UnitError
 from rankloom.base.hooks import landed
 from rankloom.base.tensors import copy_into
-from rankloom.shard.frames import Frames, Standing, Window, between_steps
+from rankloom.shard.frames import AlwaysOpen, Frames, Window, between_steps
 from rankloom.shard.sums import UnitSums
 from rankloom.shard.unit import Unit
 
@@ -80,7 +80,7 @@ class BufferPool:
 
     def _buffer_for(self, unit: Unit) -> Window:
         wanted = elements_and_dtype(unit)
-        return Standing(unit.group.buffer(*wanted)) if unit.group.lends_memory else self.frames.window(*wanted)
+        return AlwaysOpen(unit.group.buffer(*wanted)) if unit.group.lends_memory else self.frames.window(*wanted)
 
 
 def elements_and_dtype(unit: Unit) -> tuple[int, torch.dtype]:
@@ -292,6 +292,7 @@ class Gradient:
         self.landed.clear()
 
     def _room_for_arrivals(self) -> Window | None:
+        """Memory for other ranks' terms of this rank's slice, where the reduce-scatter uses it."""
         group = self.unit.group
         if group.size == 1 or group.device.type != "cpu" or group.lends_memory or not self.sums.scatters_exactly:
             return None
@@ -322,16 +323,18 @@ class Gradient:
         return mine if fits else torch.empty(mine.numel(), dtype=unit.formats.reduce, device=unit.group.device)
 
     def _open_slice(self) -> Tensor:
+        """The slice, in memory."""
         if not self._slice_is_in_whole:
             own, host = self.unit.own, self.unit.host
             if self._slice_memory is None:
-                on_host = host and Standing(host.empty(own.numel(), own.dtype))
+                on_host = host and AlwaysOpen(host.empty(own.numel(), own.dtype))
                 self._slice_memory = on_host or between_steps(own.numel(), own.dtype, own.device)
             self._slice_memory.open()
         assert self.slice is not None, f"{self._label}: nowhere to put the sum"
         return self.slice
 
     def _add_to_slice(self, received: Tensor) -> None:
+        """Add the reduced slice to what earlier backward passes have left; `owner.grad` become views of the sum."""
         mine = self._open_slice()
         fresh = all(owner.grad is None for owner in self.unit.owners.values())
         in_place = received.data_ptr() == mine.data_ptr()   # there was no gradient when the reduction started
@@ -368,7 +371,7 @@ class Gradient:
         """Copy to the host: straight into `mine`, the slice, without waiting, if that is empty; else into scratch memory, to be added."""
         host = self.unit.host
         assert host is not None, f"{self._label}: not offloaded"
-        there = mine if fresh else host.desk(received.numel(), received.dtype)
+        there = mine if fresh else host.scratch(received.numel(), received.dtype)
         host.store(there, received)
         if not fresh:
             host.wait()

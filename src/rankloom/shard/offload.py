@@ -32,17 +32,17 @@ class Host:
         self.device = device
         self._inward, self._outward = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()   # (event that ends a copy to the host, what it copies)
-        self._desk = torch.empty(0, device="cpu")
+        self._scratch = torch.empty(0, device="cpu")
 
     def empty(self, n: int, dtype: torch.dtype) -> Tensor:
         """Zeros in host memory, pinned where there is a GPU to copy to."""
         return torch.zeros(n, dtype=dtype, device="cpu") if self._inward is None else _pinned(n, dtype)
 
-    def desk(self, n: int, dtype: torch.dtype) -> Tensor:
+    def scratch(self, n: int, dtype: torch.dtype) -> Tensor:
         """Scratch memory like `empty`'s, valid until the next call, which returns the same. Its contents are arbitrary."""
-        if self._desk.numel() < n or self._desk.dtype != dtype:
-            self._desk = self.empty(n, dtype)
-        return self._desk[:n]
+        if self._scratch.numel() < n or self._scratch.dtype != dtype:
+            self._scratch = self.empty(n, dtype)
+        return self._scratch[:n]
 
     def fetch(self, mine: Tensor) -> Tensor:
         """A copy of host memory on the device, made by the current stream."""

@@ -29,7 +29,7 @@ from rankloom.base.errors import UnitError
 from rankloom.base.hooks import copy_user_attributes
 from rankloom.base.tensors import keep_until_read
 from rankloom.shard.away import note_unit, set_gathered, set_gathering, set_released, watch, writes
-from rankloom.shard.frames import Frames, Standing, Window
+from rankloom.shard.frames import AlwaysOpen, Frames, Window
 from rankloom.shard.layout import FlatLayout, lay_out_evenly
 from rankloom.shard.offload import Host
 from rankloom.world.group import Group, Handle
@@ -107,7 +107,7 @@ class Unit:
         note_unit(self.params, formats.compute, group.world_rank, name)
         if fill is not None:
             self.release()   # it has no values yet
-        self.own = self._span() if self._slice_is_inside else self._new_slice()
+        self.own = self._own_in_whole() if self._slice_is_inside else self._new_slice()
         self._take_over(fill)
         self._watch_copies()
         self.publish()
@@ -118,7 +118,7 @@ class Unit:
         is_its_slice = self._may_hold_slice and self.group.size == 1   # then there is nothing to free
         kept = Residence.KEPT if keep or is_its_slice else Residence.FREED
         self.residence = Residence.COMMON if is_common else kept
-        stays = Standing(lent) if self.stays else None
+        stays = AlwaysOpen(lent) if self.stays else None
         del lent   # free it before other memory is allocated
         self.window: Window = stays or frames.window(self.layout.total, self.formats.compute)
         self.window.open()
@@ -158,7 +158,7 @@ class Unit:
     @property
     def is_its_slice(self) -> bool:
         """Whether the slice is the whole, in the same memory: what is written to a parameter is in it."""
-        return self.stays and self.group.size == 1 and self.own.data_ptr() == self._span().data_ptr()
+        return self.stays and self.group.size == 1 and self.own.data_ptr() == self._own_in_whole().data_ptr()
 
     @property
     def _slice_version(self) -> int:
@@ -209,8 +209,8 @@ class Unit:
     def _send(self) -> Handle:
         """Start to all-gather this rank's slice, or the larger one that it keeps for neighbours."""
         if not self.stays and self._near is None:
-            self._write_slice(self._own_here(), self._span())
-        group, own = self._near or (self.group, self._span())
+            self._write_slice(self._own_here(), self._own_in_whole())
+        group, own = self._near or (self.group, self._own_in_whole())
         sent: Handle = group.all_gather(own, out=self.whole, label=f"parameters of {self.name}", async_op=True)
         return sent
 
@@ -254,8 +254,8 @@ class Unit:
             self.wait()
         self._near, self._counts.published_version = None, self._slice_version
         if self.stays:
-            if self.own.data_ptr() != self._span().data_ptr():
-                self._write_slice(self._own_here(), self._span())
+            if self.own.data_ptr() != self._own_in_whole().data_ptr():
+                self._write_slice(self._own_here(), self._own_in_whole())
             self.state = State.SHARDED if self.group.size > 1 else State.GATHERED
         elif self.state is State.GATHERED:
             self.release()
@@ -336,6 +336,7 @@ class Unit:
         return self.own.nbytes, near + (whole if apart else whole - self.own.nbytes)
 
     def _view(self, name: str) -> Tensor:
+        """The parameter in `whole`."""
         slot = self.layout.slot(name)
         return self.whole[slot.start : slot.end].view(slot.shape)
 
@@ -373,7 +374,8 @@ class Unit:
         """Tensors that share their version counters with all that autograd keeps of `whole`."""
         return self.params.values()
 
-    def _span(self) -> Tensor:
+    def _own_in_whole(self) -> Tensor:
+        """The elements of `whole` that this rank owns."""
         return self.whole[slice(*self.layout.span(self.group.rank))]
 
     def _expect(self, state: State) -> None:

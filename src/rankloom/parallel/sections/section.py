@@ -16,7 +16,7 @@ from torch import nn
 from rankloom.base.errors import CollectiveTimeout, UnitError
 from rankloom.parallel.replicas.known_parameters import LOAD
 from rankloom.parallel.sections.wrapping import tensors_in
-from rankloom.shard.frames import Frames, Standing, Window, between_steps
+from rankloom.shard.frames import AlwaysOpen, Frames, Window, between_steps
 from rankloom.shard.gradient import BufferPool, Gradient, elements_and_dtype
 from rankloom.shard.sums import UnitSums
 from rankloom.shard.unit import State, Unit
@@ -243,5 +243,5 @@ def _one_buffer_each(units: Sequence[Unit]) -> dict[Unit, Window]:
     for dtype in dict.fromkeys(unit.formats.reduce for unit in units):
         alike = [unit for unit in units if unit.formats.reduce == dtype]
         whole = alike[0].group.buffer(sum(unit.layout.total for unit in alike), dtype)
-        found |= zip(alike, map(Standing, whole.split([unit.layout.total for unit in alike])))
+        found |= zip(alike, map(AlwaysOpen, whole.split([unit.layout.total for unit in alike])))
     return found
