@@ -22,9 +22,10 @@ from rankloom.parallel.replicas.combine_facts import combine_facts
 from rankloom.parallel.sections.sharding import Sharding
 from rankloom.shard.optimizer import is_elementwise
 
-# Attributes of parameters: the plain name, of one that sharding has cut; of a slice, the `Updates` to tell; the name of one of which tensor
-# ranks hold parts.
-CUT, OWNED, PART = "_rankloom_cut", "_rankloom_updates", "_rankloom_part"
+# Attributes of parameters.
+CUT = "_rankloom_cut"           # of one that sharding has cut: its plain name
+UPDATES = "_rankloom_updates"   # of a slice: the `Updates` to tell
+PART = "_rankloom_part"         # of one of which tensor ranks hold parts: its name
 
 
 class Updates:
@@ -73,7 +74,7 @@ def guard_owners(owners: Iterable[nn.Parameter], sharding: Sharding) -> None:
     """From now on a step of an optimizer of these slices is checked before, and published after."""
     updates = Updates(sharding)
     for owner in owners:
-        setattr(owner, OWNED, updates)
+        setattr(owner, UPDATES, updates)
     watch_optimizers()
 
 
@@ -82,7 +83,7 @@ def call_hooks(owners: Iterable[nn.Parameter]) -> None:
     calls = [(owner, hook, owner.grad is not None) for owner in owners for hook in (owner._post_accumulate_grad_hooks or {}).values()]
     if not calls:
         return
-    with getattr(calls[0][0], OWNED).by_hooks():
+    with getattr(calls[0][0], UPDATES).by_hooks():
         for owner, hook, has_gradient in calls:
             if has_gradient:
                 hook(owner)
@@ -96,7 +97,7 @@ def guard_part(param: nn.Parameter, name: str) -> None:
 
 def is_sharded(param: nn.Parameter) -> bool:
     """Whether sharding has cut this parameter, or it is a slice that sharding has made."""
-    return hasattr(param, CUT) or hasattr(param, OWNED)
+    return hasattr(param, CUT) or hasattr(param, UPDATES)
 
 
 @cache
@@ -113,10 +114,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                         "sharded, or of the inner module's parameters. Make it of `sharded.parameters()`")
     for reducer in dict.fromkeys(who for param in params for who in waiting_for(param) if isinstance(who, GradientReducer)):
         reducer.expect_summed(params)
-    followers = _followers(optimizer)
+    all_updates = _updates_of(optimizer)
     if not is_elementwise(optimizer):
         _expect_whole_tensors(optimizer)
-    for updates in followers:
+    for updates in all_updates:
         updates.begin({*map(id, params)})
 
 
@@ -127,7 +128,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _expect_whole_tensors(optimizer: torch.optim.Optimizer) -> None:
     found = [vars(param) for param in _params(optimizer)]
     part = next((of[PART] for of in found if PART in of), None)
-    if part or any(OWNED in of for of in found):
+    if part or any(UPDATES in of for of in found):
         why = (f"{part} was cut over the tensor ranks, each of which has a part" if part else
                "the parameters of a sharded model are flat slices. `rl.prepare` gives it whole ones")
         raise UnitError(f"{type(optimizer).__name__} may look at whole tensors, but {why}. If what it does to an element depends on that "
@@ -143,10 +144,11 @@ def _expect_reduced(sharding: Sharding, params: set[int]) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for updates in _followers(optimizer):
+    for updates in _updates_of(optimizer):
         updates.end()
 
 
-def _followers(optimizer: torch.optim.Optimizer) -> dict[Updates, None]:
-    found = (getattr(param, OWNED, None) for param in _params(optimizer))
+def _updates_of(optimizer: torch.optim.Optimizer) -> dict[Updates, None]:
+    """Those of the slices that it updates, each once."""
+    found = (getattr(param, UPDATES, None) for param in _params(optimizer))
     return dict.fromkeys(updates for updates in found if updates is not None)   # in one order on all ranks
