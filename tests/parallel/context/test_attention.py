@@ -369,6 +369,6 @@ def test_rows_without_tokens_are_refused():
 
 def test_every_query_head_finds_the_key_value_head_it_reads():
     for heads, kv_heads, ranks in [(8, 8, 4), (8, 2, 4), (8, 1, 8), (6, 3, 4), (12, 4, 5)]:
-        askers, asked = deal_heads(heads, kv_heads, ranks)
-        assert [head for mine in askers for head in mine] == list(range(heads))
-        assert all(set(reads) == {head * kv_heads // heads for head in mine} for mine, reads in zip(askers, asked, strict=True))
+        dealt = deal_heads(heads, kv_heads, ranks)
+        assert [head for mine in dealt.query for head in mine] == list(range(heads))
+        assert all(set(reads) == {head * kv_heads // heads for head in mine} for mine, reads in zip(*dealt, strict=True))

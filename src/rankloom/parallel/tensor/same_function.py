@@ -143,7 +143,6 @@ class _Look:
     def _difference(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> str | None:
         """What differs, "" if nothing does; None if that could not be found out: the copies could not be called so, ranks got others'
         arguments, or the whole copy sent something, as a block does that moves its activations itself: it knows nothing of being whole."""
-        by_tokens = self.stream is not WHOLE
         whole_again = partial(redistribute, src=self.stream, dst=WHOLE, group=self.group, label="same function")
         given = with_first(args, kwargs, whole_again, first_parameter(block))
         call_whole = lambda values: _called(self.whole, values | _buffers(block), *given)
@@ -152,23 +151,23 @@ class _Look:
         with _Rounding() as seen:
             whole = call_whole(values)
         failed, has_sent = isinstance(whole, Exception), self.group.ledger.messages != sent
+        by_tokens = self.stream is not WHOLE
         if not self._is_alike_on_all_ranks(failed or has_sent, given) or (failed and not by_tokens) or (has_sent and not failed):
             return None
         cut = self._call_cut(block, values, args, kwargs)
         if isinstance(cut, Exception):
-            is_of_shapes = type(cut) in (RuntimeError, ValueError, ShapeMismatch)   # other kinds have other causes
-            return f"it raises {type(cut).__name__}: {cut}. {POSITIONS if failed else A_SIZE}" if is_of_shapes else None
+            return _error_of_shapes(cut, POSITIONS if failed else A_SIZE)
         if isinstance(whole, Exception):
             return None
         if by_tokens:
-            cut[""] = [redistribute(x, self.stream, WHOLE, self.group, label="same function") for x in cut[""][:1]]
+            cut[""] = [whole_again(x) for x in cut[""][:1]]
         differs = partial(_differs, x=next(tensors_in(given)), eps=seen.eps)
         wrong = [name for name in whole if name in cut and any(map(differs, cut[name], whole[name]))]
         if "" not in wrong:   # the block itself
             return self._own_terms(whole, cut) if trains else ""
         if ROUNDINGS * seen.eps < OF_WHAT_IS_ADDED:
-            again = call_whole(_moved(values, seen.eps))
-            if not isinstance(again, Exception) and any(map(differs, again[""], whole[""])):
+            moved = call_whole(_moved(values, seen.eps))
+            if not isinstance(moved, Exception) and any(map(differs, moved[""], whole[""])):
                 return ""   # it is chaotic: moving each weight by one rounding changes the whole block as much
         return f"it returns other values{f', the first behind {wrong[0]}' if wrong[0] else ''}. {ACROSS}"
 
@@ -200,6 +199,12 @@ class _Look:
                 return (f"its gradients are other ones: {trained[0]} is whole on every rank, and {name or 'the model'} uses it for a part "
                         f"of the features, {OWN_TERMS}")
         return ""
+
+
+def _error_of_shapes(error: Exception, advice: str) -> str | None:
+    """What the cut copy raised, in words, if it is of a kind that wrong shapes raise; other kinds have other causes: None."""
+    is_of_shapes = type(error) in (RuntimeError, ValueError, ShapeMismatch)
+    return f"it raises {type(error).__name__}: {error}. {advice}" if is_of_shapes else None
 
 
 def _is_a_part(cut: Tensor, whole: Tensor) -> bool:
