@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import rankloom as rl
 from rankloom.base.errors import ConfigError, NonFinite
-from rankloom.base.float8 import E4M3, E5M2, cast, magnitude, scaled_product
+from rankloom.base.float8 import E4M3, E5M2, BothWays, cast, magnitude, scaled_product
 from rankloom.data.text import documents
 from rankloom.models.config import preset
 from rankloom.models.gpt import GPT
@@ -316,7 +316,7 @@ def test_a_gathered_weight_in_eight_bits_is_all_that_a_layer_reads():
     eight = cast(model[0].weight.detach(), E4M3, magnitude(model[0].weight.detach()))
     model[0].weight.data = torch.empty_like(model[0].weight)
     model[0].weight.untyped_storage().resize_(0)
-    model[0].held = (eight, eight)
+    model[0].held = BothWays(eight, eight)
     assert same(grads_of(model, lambda m: m[0](rows(16)).square().sum()), expected)
 
 

@@ -121,7 +121,7 @@ def test_an_evaluation_casts_each_whole_weight_once_for_all_batches_and_keeps_no
         engine.step(torch.ones(4, 32))
         before = engine.full_state_dict()["optimizer"]["run"]["amax"]
         layer = engine.model.blocks[0][1]
-        layer.register_forward_hook(lambda module, args, output: seen.append(module.held[0].data.data_ptr()))
+        layer.register_forward_hook(lambda module, args, output: seen.append(module.held.by_rows.data.data_ptr()))
         engine.evaluate([torch.ones(4, 32)] * 3)
         assert layer.held is None
         after = engine.full_state_dict()["optimizer"]["run"]["amax"]

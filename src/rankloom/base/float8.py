@@ -13,6 +13,7 @@ The price is at most half of the format's range. A matrix with a NaN or an infin
 """
 
 import struct
+from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
@@ -53,6 +54,13 @@ class Float8(NamedTuple):
         return self.data.float() * self.scale
 
 
+class BothWays(NamedTuple):
+    """A matrix [m, n] in eight bits, once for each dim that a product may sum over."""
+
+    by_rows: Float8      # sums over n run along its rows
+    by_columns: Float8   # sums over m run along its columns
+
+
 def magnitude(x: Tensor, dim: int | None = None) -> Tensor:
     """The largest |value| of x [m, n], fp32 [1, 1]; of each column (dim 0) [1, n]; of each row (dim 1) [m, 1]. NaN if one is NaN."""
     if x.is_cuda and not torch.compiler.is_compiling():   # one pass over memory, which on a CPU takes ten times as long as those below
@@ -91,14 +99,25 @@ def apart(numbers: Tensor) -> tuple[Tensor, ...]:
     return numbers.view(-1, 1, 1).repeat(1, 1, 4)[..., :1].unbind()
 
 
-def cast_twice(x: Tensor, dtype: torch.dtype, scales: Scales) -> tuple[Float8, Float8]:
-    """As `cast`, with scales [1, 1]: for products that sum over n, and for those that sum over m.
+def cast_twice(x: Tensor, dtype: torch.dtype, largest: Tensor, *, reference: Tensor | None = None, margin: int = 0) -> BothWays:
+    """As `cast`, with one scale for the matrix, both ways.
 
     Both are the same values, in memory by rows and by columns, 1 byte each: a device's own product reads only along the sum. On a GPU one
     pass over 16-bit values writes both.
     """
+    return _cast_twice(x, dtype, scales_of(largest, dtype, reference=reference, margin=margin))
+
+
+def cast_each(tensors: Sequence[Tensor], dtype: torch.dtype, largest: Tensor) -> list[BothWays]:
+    """`cast_twice` of each of n matrices. largest: of each, [n], as `magnitudes` gives them"""
+    scales = scales_of(largest, dtype)
+    of_each = zip(tensors, apart(scales.inverse), apart(scales.scale), strict=True)
+    return [_cast_twice(x, dtype, Scales(inverse, scale)) for x, inverse, scale in of_each]
+
+
+def _cast_twice(x: Tensor, dtype: torch.dtype, scales: Scales) -> BothWays:
     rows, columns = (_in_a_graph if torch.compiler.is_compiling() else _by_rows_and_columns)(x, dtype, scales.inverse)
-    return Float8(rows, scales.scale), Float8(columns.t(), scales.scale)
+    return BothWays(Float8(rows, scales.scale), Float8(columns.t(), scales.scale))
 
 
 def rounded(x: Tensor, dtype: torch.dtype, inverse: Tensor) -> Tensor:

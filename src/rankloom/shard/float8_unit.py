@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from rankloom.base.cost import Bill, all_reduce_bill
-from rankloom.base.float8 import Float8
+from rankloom.base.float8 import BothWays
 from rankloom.shard.float8 import decode, encode_slice, own_amaxes
 from rankloom.shard.unit import Formats, State, Unit
 from rankloom.world.group import Group
 
 
 class Float8Reader(Protocol):
-    """A layer that multiplies by a weight in eight bits. held: the weight for products along its rows, and along its columns"""
+    """A layer that multiplies by a weight in eight bits: `held`, while there is one"""
 
-    held: tuple[Float8, Float8] | None
+    held: BothWays | None
 
     @property
     def peers(self) -> Group | None:
@@ -76,7 +76,7 @@ class Float8Unit(Unit):
     def _show(self) -> None:
         for name, eight in decode(self._bytes, self.layout, self._amaxes).items():
             for layer in self.readers[name]:
-                layer.held = (eight, eight)
+                layer.held = BothWays(eight, eight)
 
     @cached_property
     def _bytes(self) -> Tensor:

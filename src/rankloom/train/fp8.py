@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankloom.base.errors import ConfigError, did_you_mean
-from rankloom.base.float8 import E4M3, E5M2, STEP, Float8, Scales, apart, cast, cast_twice, magnitude, magnitudes, scaled_product, scales_of
+from rankloom.base.float8 import E4M3, E5M2, STEP, BothWays, Float8, cast, cast_each, cast_twice, magnitude, magnitudes, scaled_product
 from rankloom.base.names import full_name
 from rankloom.parallel.tensor.holding import holdings
 from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear
@@ -93,14 +93,14 @@ class InFloat8(nn.Module):
     """A linear layer that multiplies in 8 bits. Never constructed: `to_float8` changes the class of a plain layer in place.
 
     cut:    the dim of its weight [out, in] that is split over tensor ranks
-    held:   this step's weight in 8 bits, for products that sum over `in` and over `out`; None: cast in each pass
+    held:   this step's weight in 8 bits; None: cast in each pass
     meters: for delayed scaling
     """
 
     cut: int | None = None
     weight: Any
     recipe: Recipe
-    held: tuple[Float8, Float8] | None
+    held: BothWays | None
     meters: FlowMeters | None
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,19 +121,19 @@ class InFloat8(nn.Module):
         """Over which ranks a matrix is split along `dim`; None: it is not."""
         return None if self.peers is None or dim is None else SplitOver(self.peers, dim)
 
-    def cast_weight(self, weight: Tensor) -> tuple[Float8, Float8]:
-        """The weight [out, in], scaled for products over `in` and for products over `out`."""
+    def cast_weight(self, weight: Tensor) -> BothWays:
+        """The weight [out, in]: its rows are summed over `in`, its columns over `out`."""
         return cast_both_ways(weight, self.recipe.forward, self.recipe, self.split_along(self.cut))
 
-    def cast_input(self, x: Tensor) -> tuple[Float8, Float8]:
-        """The input [m, in], for products over `in` and over m. It is split where the weight is cut along `in`."""
+    def cast_input(self, x: Tensor) -> BothWays:
+        """The input [m, in]. It is split where the weight is cut along `in`."""
         return self._cast_flow(x, self.recipe.forward, self.meters and self.meters.input, is_split=self.cut == 1)
 
-    def cast_gradient(self, grad: Tensor) -> tuple[Float8, Float8]:
-        """The gradient of the output [m, out], for products over `out` and over m. It is split where the weight is cut along `out`."""
+    def cast_gradient(self, grad: Tensor) -> BothWays:
+        """The gradient of the output [m, out]. It is split where the weight is cut along `out`."""
         return self._cast_flow(grad, self.recipe.backward, self.meters and self.meters.gradient, is_split=self.cut == 0)
 
-    def _cast_flow(self, x: Tensor, dtype: torch.dtype, meter: Meter | None, *, is_split: bool) -> tuple[Float8, Float8]:
+    def _cast_flow(self, x: Tensor, dtype: torch.dtype, meter: Meter | None, *, is_split: bool) -> BothWays:
         """x: [m, n], split along n or not. With a meter, records the amax."""
         split = self.split_along(1 if is_split else None)
         if meter is None or not self.training:   # evaluation leaves no trace in the scales
@@ -142,7 +142,7 @@ class InFloat8(nn.Module):
         reference = meter.read(largest)
         if reference is None:
             largest = _over_all_ranks(largest, split, 1)
-        return cast_twice(x, dtype, scales_of(largest, dtype, reference=reference, margin=self.recipe.margin))
+        return cast_twice(x, dtype, largest, reference=reference, margin=self.recipe.margin)
 
 
 class Float8Linear(InFloat8, nn.Linear):
@@ -188,11 +188,10 @@ class Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: InFloat8) -> Tensor:
         """Saves the input in 8 bits, and the weight: in 8 bits if the layer holds that, else as it is: it may be gathered again."""
-        x_rows, x_columns = layer.cast_input(x)
-        w_rows, w_columns = layer.held or layer.cast_weight(weight)
+        eight_x, eight_w = layer.cast_input(x), layer.held or layer.cast_weight(weight)
         ctx.layer, ctx.held, ctx.dtypes = layer, layer.held is not None, (x.dtype, weight.dtype)
-        ctx.save_for_backward(*x_columns, *(w_columns if ctx.held else (weight,)))
-        return scaled_product(x_rows, w_rows.transposed(), x.dtype, fast_accum=True)
+        ctx.save_for_backward(*eight_x.by_columns, *(eight_w.by_columns if ctx.held else (weight,)))
+        return scaled_product(eight_x.by_rows, eight_w.by_rows.transposed(), x.dtype, fast_accum=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable   # a cast to 8 bits has no derivative
@@ -200,33 +199,33 @@ class Float8Product(torch.autograd.Function):
         """The gradient is cast once for both products. These accumulate in fp32 on every device: they sum many small terms."""
         layer = ctx.layer
         data, scale, *weight = ctx.saved_tensors
-        w_columns = Float8(*weight) if ctx.held else layer.cast_weight(weight[0])[1]
-        g_rows, g_columns = layer.cast_gradient(grad)
-        dx = scaled_product(g_rows, w_columns, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-        dw = scaled_product(g_columns.transposed(), Float8(data, scale), ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        w = Float8(*weight) if ctx.held else layer.cast_weight(weight[0]).by_columns
+        g = layer.cast_gradient(grad)
+        dx = scaled_product(g.by_rows, w, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        dw = scaled_product(g.by_columns.transposed(), Float8(data, scale), ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         return dx, dw, None
 
 
-def cast_both_ways(x: Tensor, dtype: torch.dtype, recipe: Recipe, split: SplitOver | None = None) -> tuple[Float8, Float8]:
-    """x [m, n] in 8 bits, for products that sum over n and for those that sum over m; the same values unless scaled by rows.
+def cast_both_ways(x: Tensor, dtype: torch.dtype, recipe: Recipe, split: SplitOver | None = None) -> BothWays:
+    """x [m, n] in 8 bits, both ways; the same values, unless each way has scales of its own (scaled by rows).
 
     split: over the ranks that hold the parts of x
     sent:  with `split`, an all-reduce of one number; scaled by rows, of one number per row or column that is split
     """
     if recipe.scaling == "tensor":
-        return cast_twice(x, dtype, scales_of(_over_all_ranks(magnitude(x), split, 0, 1), dtype))
+        return cast_twice(x, dtype, _over_all_ranks(magnitude(x), split, 0, 1))
     by_rows, by_columns = _over_all_ranks(magnitude(x, 1), split, 1), _over_all_ranks(magnitude(x, 0), split, 0)
-    return cast(x, dtype, by_rows), cast(x, dtype, by_columns)
+    return BothWays(cast(x, dtype, by_rows), cast(x, dtype, by_columns))
 
 
-def cast_weights(layers: Sequence[InFloat8]) -> list[tuple[Float8, Float8]]:
+def cast_weights(layers: Sequence[InFloat8]) -> list[BothWays]:
     """What `cast_weight` gives for each of some layers with one recipe. For all scales together a few kernels, and one message."""
     if not layers or layers[0].recipe.scaling == "row":
         return [layer.cast_weight(layer.weight) for layer in layers]
     dtype, split = layers[0].recipe.forward, next((SplitOver(layer.peers, 0) for layer in layers if layer.peers), None)
-    largest = magnitudes([layer.weight for layer in layers])
-    scales = scales_of(_over_all_ranks(largest, split, 0), dtype)   # a weight that all of them hold whole keeps its own
-    return [cast_twice(layer.weight, dtype, Scales(*pair)) for layer, *pair in zip(layers, *map(apart, scales))]
+    weights = [layer.weight for layer in layers]
+    largest = _over_all_ranks(magnitudes(weights), split, 0)   # of a weight that all of them hold whole it stays the same
+    return cast_each(weights, dtype, largest)
 
 
 def _over_all_ranks(largest: Tensor, split: SplitOver | None, *dims: int) -> Tensor:
