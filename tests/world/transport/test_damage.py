@@ -56,7 +56,7 @@ class Segment:
         ctypes.c_uint32.from_buffer(self.memory, 4 * LINE).value = 1   # how often rank 0 arrived
         return Descriptor.from_buffer(self.memory, 8 * LINE + ctypes.sizeof(Descriptor))
 
-    def verdict_of_the_other(self, body: Callable[[Any], int]) -> int:
+    def reason_of_the_other(self, body: Callable[[Any], int]) -> int:
         """body(link) as rank 1; a signal that ended it is a negative number"""
         pid = os.fork()
         if pid == 0:
@@ -80,14 +80,14 @@ def test_a_ring_cannot_hold_more_than_its_size(written):
     segment = Segment()
     ring = segment.ring(0, 1)
     ring.written, ring.nbytes = written, 1 << 22
-    assert segment.verdict_of_the_other(lambda link: message(link, 0, 1 << 22)) == DAMAGED
+    assert segment.reason_of_the_other(lambda link: message(link, 0, 1 << 22)) == DAMAGED
 
 
 @pytest.mark.parametrize("read", [1, 1 << 63])
 def test_nothing_can_be_read_off_a_ring_before_it_is_there(read):
     segment = Segment()
     segment.ring(1, 0).read = read
-    assert segment.verdict_of_the_other(lambda link: message(link, 1, 1 << 22)) == DAMAGED
+    assert segment.reason_of_the_other(lambda link: message(link, 1, 1 << 22)) == DAMAGED
 
 
 @pytest.mark.parametrize("nbytes", [(1 << 64) - 8, (1 << 64) - 40, 1 << 63, (1 << 56) - 8, 12 << 56])
@@ -95,7 +95,7 @@ def test_no_message_is_larger_than_memory(nbytes):
     segment = Segment()
     ring = segment.ring(0, 1)
     ring.tag, ring.nbytes, ring.written = 7, nbytes, 100_000
-    assert segment.verdict_of_the_other(lambda link: message(link, 0, 8, tag=1)) == DAMAGED
+    assert segment.reason_of_the_other(lambda link: message(link, 0, 8, tag=1)) == DAMAGED
 
 
 @pytest.mark.parametrize(("region", "offset"), [(1, N), (1, 1 << 40), (1, (1 << 64) - 8), (65, 0)])
@@ -110,7 +110,7 @@ def test_an_input_lies_in_its_rank_s_part_of_a_region(kind, region, offset):
         mine = segment.region_at + N
         return link.run(kind, U8, 0, 0, mine, mine, N, 5.0)
 
-    assert segment.verdict_of_the_other(call) == DAMAGED
+    assert segment.reason_of_the_other(call) == DAMAGED
 
 
 @pytest.mark.parametrize("arguments", [(9, U8, 0, 0), (-1, U8, 0, 0), (ALL_REDUCE, 12, 0, 0), (ALL_REDUCE, U8, 8, 0),

@@ -1178,7 +1178,7 @@ def test_what_a_rank_did_before_it_went_counts():
         return [1]
 
     assert mine.wait_until(lambda: bool(came), needed, time.monotonic() + LONG) == FINE
-    assert came and mine.verdict() == (FINE, -1)
+    assert came and mine.broken() == (FINE, -1)
 
 
 @without_c
@@ -1201,7 +1201,7 @@ def test_the_first_reason_is_everyone_s_reason():
     assert peers[1].break_group(1, ABORTED) == ABORTED
     assert peers[0].break_group(1, LOST) == ABORTED
     peers[0].memory.broken[0] = time.monotonic_ns(), 16 * 1 + LOST
-    assert [peer.verdict() for peer in peers] == [(ABORTED, 1)] * 2 and len(memory)
+    assert [peer.broken() for peer in peers] == [(ABORTED, 1)] * 2 and len(memory)
 
 
 @both_kernels

@@ -15,7 +15,7 @@ def nbytes_of(size: int) -> int:
     return size & (1 << NUMBER_AT) - 1
 
 
-class Verdict(NamedTuple):
+class Break(NamedTuple):
     """Why a group is broken, and the rank to blame; FINE and -1 while it is whole."""
 
     why: int
@@ -30,7 +30,7 @@ class Gone(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What a link knows of its group, as a `Verdict` and of each rank.
+    """What a link knows of its group, as a `Break`, and of each rank.
 
     arrived: how many meetings the rank has come to; over several hosts, how many calls it has begun
     states:  the state letter of its process; X: it has ended; L: it has left; T: it is stopped; ?: it does not answer

@@ -241,7 +241,7 @@ class Link(Exchanges):
     def status(self) -> Status:
         """See `Status`."""
         letters = [self._peers.letter(rank) for rank in range(self._peers.ranks)]
-        return Status(*self._peers.verdict(), self._peers.memory.arrived.tolist(), letters)
+        return Status(*self._peers.broken(), self._peers.memory.arrived.tolist(), letters)
 
     def calls(self) -> list[tuple[int, ...]]:
         """The call of each rank at its last meeting: kind, number, op, root, bytes."""

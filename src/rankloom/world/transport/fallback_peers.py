@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from rankloom.base.errors import ConfigError
-from rankloom.world.transport.codes import FINE, INTERRUPTED, LEFT, LOST, TIMED_OUT, Gone, Verdict
+from rankloom.world.transport.codes import FINE, INTERRUPTED, LEFT, LOST, TIMED_OUT, Break, Gone
 
 SLOT = 1 << 20        # bytes of one staging slot
 RINGS = 1 << 20       # bytes of all rings of one sender
@@ -163,22 +163,22 @@ class Peers:
         """The same for status reports; "L" when the rank has left the group."""
         return "L" if self.memory.left[rank] else self.state(rank)
 
-    def verdict(self) -> Verdict:
+    def broken(self) -> Break:
         """Why the group is broken. The rank that broke it first decides."""
         breaks = [(when, what) for when, what in self.memory.broken.tolist() if when]
         blamed, why = divmod(min(breaks)[1], 16) if breaks else (-1, FINE)
-        return Verdict(why, blamed)
+        return Break(why, blamed)
 
     def why(self) -> int:
         """Why no call can succeed any more, or FINE."""
-        return self.verdict().why or (LEFT if self.closing else FINE)
+        return self.broken().why or (LEFT if self.closing else FINE)
 
     def break_group(self, blamed: int, why: int) -> int:
         """End every wait of every rank. Returns the reason that counts: the first."""
-        if not self.verdict().why:
+        if not self.broken().why:
             self.memory.broken[self.rank, 1] = 16 * blamed + why
             self.memory.broken[self.rank, 0] = time.monotonic_ns()   # written last: it makes the other word valid
-        return self.verdict().why
+        return self.broken().why
 
     @contextmanager
     def breaking_when_interrupted(self) -> Iterator[None]:

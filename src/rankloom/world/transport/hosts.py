@@ -151,7 +151,7 @@ class HostsLink(Exchanges):
         states = ["S" if rank in calls else letters[self._wire.why_gone(rank)] for rank in range(self._size)]
         for rank, state in zip(self._levels.my.node, status_of(self._inside.link).states):
             states[rank] = state if states[rank] == "?" else states[rank]
-        return Status(*self._wire.verdict, [calls[rank][0] if rank in calls else 0 for rank in range(self._size)], states)
+        return Status(*self._wire.broken, [calls[rank][0] if rank in calls else 0 for rank in range(self._size)], states)
 
     def calls(self) -> list[tuple[int, ...] | None]:
         """The last call of each rank: kind, number, op, root, bytes; None if it has begun fewer calls than this rank."""

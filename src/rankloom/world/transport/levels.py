@@ -343,7 +343,7 @@ class Levels:
         """Tell the other hosts why the ranks of this host cannot go on, unless they know already."""
         blamed = status_of(self._link).blamed
         if why == ABORTED:   # most likely by a rank of this host that has heard it from another host
-            self._wire.await_verdict(GRACE)
+            self._wire.await_break(GRACE)
         return self._wire.break_group(self.my.node[blamed] if 0 <= blamed < len(self.my.node) else self.my.rank, why)
 
 

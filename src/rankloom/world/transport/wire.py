@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from rankloom.world.transport.codes import ANYONE, FINE, FORKED, INTERRUPTED, LEFT, LOST, MISMATCHED, TIMED_OUT, WRONG_LENGTH, Gone, Verdict
+from rankloom.world.transport.codes import ANYONE, FINE, FORKED, INTERRUPTED, LEFT, LOST, MISMATCHED, TIMED_OUT, WRONG_LENGTH, Break, Gone
 from rankloom.world.transport.lines import Line, Mailbox, Message, Watch
 from rankloom.world.transport.roll import Roll
 
@@ -43,7 +43,7 @@ class Wire:
     def __init__(self, rank: int, sockets: dict[int, socket.socket], on_break: Callable[[], object]):
         self.rank, self.size, self.on_break = rank, len(sockets) + 1, on_break
         self.changed = threading.Condition()   # guards everything below
-        self.verdict = Verdict(FINE, -1)
+        self.broken = Break(FINE, -1)
         self.closing = False
         self._lines = {peer: Line(peer, sock) for peer, sock in sockets.items()}
         self._mailbox, self._roll, self._watch = Mailbox(), Roll(), Watch(self._lines.values())
@@ -80,12 +80,12 @@ class Wire:
         """
         with self.changed:
             while late := [m for m in messages if not m.done]:
-                if why := self._why_not([m.peer for m in late], deadline, breaks=breaks):
+                if why := self._await_change([m.peer for m in late], deadline, breaks=breaks):
                     return why
         return FINE
 
-    def _why_not(self, peers: Sequence[int], deadline: float, *, breaks: bool = True) -> int:
-        """Wait for any change. Returns why messages of these peers will not come any more, or FINE. `changed` is held"""
+    def _await_change(self, peers: Sequence[int], deadline: float, *, breaks: bool = True) -> int:
+        """Wait until anything changes. Returns why messages of these peers will not come any more, or FINE. `changed` is held"""
         if why := self.why():
             return why
         if gone := self._find_gone(peers):
@@ -110,20 +110,20 @@ class Wire:
 
     def why(self) -> int:
         """Why no call can succeed any more, or FINE."""
-        return self.verdict.why or (LEFT if self.closing else FINE)
+        return self.broken.why or (LEFT if self.closing else FINE)
 
     def break_group(self, blamed: int, why: int) -> int:
         """End every wait of every rank. Returns the reason that counts: the first."""
         with self.changed:
-            if not self.verdict.why:
+            if not self.broken.why:
                 self._tell_all(BROKEN, [blamed, why])
                 self._break(blamed, why)
-            return self.verdict.why
+            return self.broken.why
 
-    def await_verdict(self, seconds: float) -> None:
+    def await_break(self, seconds: float) -> None:
         """Wait until the group is broken, but at most so many seconds."""
         with self.changed:
-            self.changed.wait_for(lambda: self.verdict.why, seconds)
+            self.changed.wait_for(lambda: self.broken.why, seconds)
 
     @contextmanager
     def breaking_when_interrupted(self) -> Iterator[None]:
@@ -168,7 +168,7 @@ class Wire:
         with self.changed:
             self._flush()
             while late := [peer for peer in peers if self._roll.begun_by(peer) is None]:
-                if why := self._why_not(late, deadline):
+                if why := self._await_change(late, deadline):
                     return why, []
             return self.why(), [words[1:] for peer in peers if (words := self._roll.begun_by(peer))]
 
@@ -210,7 +210,7 @@ class Wire:
     def end_in_child(self) -> None:
         """Stop in a forked child: it is not a rank, and must not keep the connections of its parent open."""
         self.changed = threading.Condition()   # another thread may have held the old one
-        self.verdict, self.closing = Verdict(FORKED, self.rank), True
+        self.broken, self.closing = Break(FORKED, self.rank), True
         self._close()
 
     def _close(self) -> None:
@@ -321,7 +321,7 @@ class Wire:
             self._tell(line, tag, words)
 
     def _hear(self, line: Line, tag: int, words: list[int]) -> None:
-        if tag == BROKEN and not self.verdict.why:
+        if tag == BROKEN and not self.broken.why:
             self._break(*words)
         elif tag == LEAVING:
             line.gone = LEFT
@@ -334,7 +334,7 @@ class Wire:
         self.changed.notify_all()
 
     def _break(self, blamed: int, why: int) -> None:
-        self.verdict = Verdict(why, blamed)
+        self.broken = Break(why, blamed)
         self.changed.notify_all()
         self.on_break()
 
