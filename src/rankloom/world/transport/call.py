@@ -22,13 +22,23 @@ EMPTY = np.empty(0, np.uint8)
 DTYPES = list(NUMBERS)
 Memory = TypeVar("Memory", np.ndarray, torch.Tensor)   # bytes, [n]
 EACH = -1         # a lane for each rank
-LANES = {         # read by the root and by others, written by the root and by others; without a root all are alike
-    ALL_REDUCE: (1, 1, 1, 1), REDUCE: (1, 1, 1, 0), BROADCAST: (1, 0, 0, 1), ALL_GATHER: (1, 1, EACH, EACH), GATHER: (1, 1, EACH, 0),
-    REDUCE_SCATTER: (EACH, EACH, 1, 1), SCATTER: (EACH, 0, 1, 1), ALL_TO_ALL: (EACH, EACH, EACH, EACH), BARRIER: (1, 1, 1, 1)}
+
+
+class Lanes(NamedTuple):
+    """How many lanes a rank reads, and how many it writes, in a call of one kind."""
+
+    read: int
+    written: int
+
+
+OF_ROOT = {
+    ALL_REDUCE: Lanes(1, 1), REDUCE: Lanes(1, 1), BROADCAST: Lanes(1, 0), ALL_GATHER: Lanes(1, EACH), GATHER: Lanes(1, EACH),
+    REDUCE_SCATTER: Lanes(EACH, 1), SCATTER: Lanes(EACH, 1), ALL_TO_ALL: Lanes(EACH, EACH), BARRIER: Lanes(1, 1)}
+OF_OTHERS = OF_ROOT | {REDUCE: Lanes(1, 0), BROADCAST: Lanes(0, 1), GATHER: Lanes(1, 0), SCATTER: Lanes(0, 1)}   # kinds with a root
 REDUCING = (ALL_REDUCE, REDUCE, REDUCE_SCATTER)
-DEALT = tuple(kind for kind, (by_root, *_) in LANES.items() if by_root == EACH)   # whose slots hold another lane for each rank
-ROOTED = tuple(kind for kind, lanes in LANES.items() if lanes[0::2] != lanes[1::2])
-OWN_LENGTHS = tuple(kind for kind, lanes in LANES.items() if EACH in lanes)   # each pair of ranks may have another length
+DEALT = tuple(kind for kind, lanes in OF_ROOT.items() if lanes.read == EACH)   # whose slots hold another lane for each rank
+ROOTED = tuple(kind for kind, lanes in OF_ROOT.items() if lanes != OF_OTHERS[kind])
+OWN_LENGTHS = tuple(kind for kind, lanes in OF_ROOT.items() if EACH in lanes)   # each pair of ranks may have another length
 
 
 class Descriptor(NamedTuple):
@@ -61,14 +71,14 @@ class Call(Generic[Memory]):
         memory: gives the bytes at an address, so many
         """
         kind, number, op, root, source, target, lengths, timeout = arguments
-        in_lanes, out_lanes = (size if lanes == EACH else lanes for lanes in LANES[kind][0 if rank == root else 1::2])
+        in_lanes, out_lanes = (OF_ROOT if rank == root else OF_OTHERS)[kind]
         if isinstance(lengths, bytes):
             in_at, in_len, out_at, out_len = np.frombuffer(lengths, np.uint64).reshape(4, size).tolist()
         else:
             in_at = out_at = [lane * lengths for lane in range(size)]
             in_len = out_len = [lengths] * size
-        inputs = [memory(source + at, n) for at, n, _ in zip(in_at, in_len, range(in_lanes))]
-        outputs = [memory(target + at, n) for at, n, _ in zip(out_at, out_len, range(out_lanes))]
+        inputs = [memory(source + at, n) for at, n, _ in zip(in_at, in_len, range(size if in_lanes == EACH else in_lanes))]
+        outputs = [memory(target + at, n) for at, n, _ in zip(out_at, out_len, range(size if out_lanes == EACH else out_lanes))]
         nbytes = 0 if isinstance(lengths, bytes) or kind in OWN_LENGTHS else lengths
         return cls(Descriptor(kind, number, op, root, nbytes), inputs, outputs, timeout)
 

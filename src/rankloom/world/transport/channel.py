@@ -76,10 +76,10 @@ class Channel:
         self.ranks = tuple(ranks or range(size))
         self.closed = False
         expect_room(size, f"rank {self.ranks[rank]}: ")
-        self._memory, kernel, cores = map_together(store, rank, size, KERNELS, timeout, ranks=ranks)
-        crowded = size > cores
-        self.link = KERNELS[kernel].Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
-                                SHARED_WINDOW if crowded else WINDOW)
+        segment = map_together(store, rank, size, KERNELS, timeout, ranks=ranks)
+        self._memory, crowded = segment.memory, size > segment.cores
+        self.link = KERNELS[segment.kernel].Link(self._memory.address, rank, size, 0 if crowded else SPIN_US, YIELDS if crowded else 0,
+                                                 SHARED_WINDOW if crowded else WINDOW)
         at_its_end(self, self.link.leave)   # before the memory is unmapped, which `leave` uses
         self.call(BARRIER)   # from here on the process numbers of the others are known
 

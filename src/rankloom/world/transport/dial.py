@@ -6,6 +6,7 @@ import secrets
 import socket
 import struct
 import time
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -14,6 +15,14 @@ from rankloom.world.transport.meet import hear_all
 
 HELLO = struct.Struct("<32si")   # the secret word of the called rank, and the number of the caller
 HELLO_SECONDS = 5.0              # for a caller to send it
+
+
+class Listener(NamedTuple):
+    """Where a rank is called, and the word by which it knows the ranks of its group."""
+
+    address: str
+    port: int
+    word: str
 
 
 def dial_all(store: dist.Store, rank: int, size: int, address: str, timeout: float) -> dict[int, socket.socket]:
@@ -25,8 +34,8 @@ def dial_all(store: dist.Store, rank: int, size: int, address: str, timeout: flo
     deadline, word = time.monotonic() + timeout, secrets.token_hex(16)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=size) as listener:
-        entries = hear_all(store, "wire", rank, size, timeout, json.dumps([address, listener.getsockname()[1], word]))
-        lines = {other: _call(json.loads(entries[other]), other, rank, deadline) for other in range(rank)}
+        texts = hear_all(store, "wire", rank, size, timeout, json.dumps(Listener(address, listener.getsockname()[1], word)))
+        lines = {other: _call(Listener(*json.loads(texts[other])), other, rank, deadline) for other in range(rank)}
         while len(lines) < size - 1:
             lines |= _answer(listener, word, rank, [other for other in range(rank + 1, size) if other not in lines], deadline)
     for line in lines.values():
@@ -35,15 +44,14 @@ def dial_all(store: dist.Store, rank: int, size: int, address: str, timeout: flo
     return lines
 
 
-def _call(entry: tuple[str, int, str], other: int, rank: int, deadline: float) -> socket.socket:
-    """Connect to a rank. entry: its address and port, and the word by which it knows the ranks of its group"""
-    address, port, word = entry
+def _call(there: Listener, other: int, rank: int, deadline: float) -> socket.socket:
+    """Connect to a rank."""
     try:
-        line = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
-        line.sendall(HELLO.pack(word.encode(), rank))
+        line = socket.create_connection((there.address, there.port), timeout=max(deadline - time.monotonic(), 0.001))
+        line.sendall(HELLO.pack(there.word.encode(), rank))
     except OSError as error:
-        raise RankLost(f"rank {rank}: cannot reach rank {other} at {address}, port {port}: {error.strerror or error}. If that is not its "
-                       "address in the network of the hosts, set GLOO_SOCKET_IFNAME there to the interface that is") from error
+        raise RankLost(f"rank {rank}: cannot reach rank {other} at {there.address}, port {there.port}: {error.strerror or error}. If that "
+                       "is not its address in the network of the hosts, set GLOO_SOCKET_IFNAME there to the interface that is") from error
     return line
 
 

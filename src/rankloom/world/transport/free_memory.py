@@ -6,9 +6,19 @@ Slurm, Docker and Kubernetes limit a job by cgroups. The kernel kills a process 
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = ("memory.max", "memory.current", "inactive_file")
+
+class CgroupFiles(NamedTuple):
+    """The files of a cgroup that say its limit and its use, and the key in `memory.stat` of cached files that were not read lately."""
+
+    limit: str
+    usage: str
+    inactive: str
+
+
+V1 = CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = CgroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -21,12 +31,12 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
     """What each cgroup with a limit has left: those of this process and their parents."""
     for folder, files in _memory_cgroups(root):
         with suppress(OSError, ValueError, KeyError):   # no such file: no limit can be set here; "max": no limit is set
-            limit, used = (int((folder / name).read_text()) for name in files[:2])
+            limit, used = (int((folder / name).read_text()) for name in (files.limit, files.usage))
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            yield max(0, limit - used + int(stat[files[2]]))   # cached files that were not read lately are dropped when needed
+            yield max(0, limit - used + int(stat[files.inactive]))   # these are dropped when memory is needed
 
 
-def _memory_cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+def _memory_cgroups(root: Path) -> Iterator[tuple[Path, CgroupFiles]]:
     """The folders of this process's cgroups that count memory, from its own to the topmost visible one; and the names of their files."""
     try:
         groups, mounts = ((root / "proc/self" / name).read_text().splitlines() for name in ("cgroup", "mountinfo"))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from rankloom.base.topology import node_with
+from rankloom.world.transport.arithmetic import HALVES
 from rankloom.world.transport.call import DTYPES, EMPTY, OWN_LENGTHS, Call, Scratch, address_of, as_lanes, cut_in_units
 from rankloom.world.transport.codes import (
     ABORTED,
@@ -47,9 +48,8 @@ from rankloom.world.transport.wire import PART, Wire
 WINDOW = 2 << 20   # bytes of one share
 SMALL = 32 << 10   # bytes up to which a tensor is sent whole, in one step; as parts in two steps it would be fewer bytes
 GRACE = 1.0        # seconds to wait for the reason of a break inside the host, from the ranks that know it
-NARROW = (torch.float16, torch.bfloat16)
 JOIN = (np.add, np.add, np.multiply, np.minimum, np.maximum, np.bitwise_and, np.bitwise_or, np.bitwise_xor)   # by operation
-NUMPY = {dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in DTYPES if dtype not in NARROW}
+NUMPY = {dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in DTYPES if dtype not in HALVES}
 
 
 END = object()     # what `next` gives when a work has no more parts
@@ -191,7 +191,7 @@ class Levels:
         mine = lanes[self.my.place]
         if self._link is None:
             return self._widen(call, mine)
-        if call.dtype in NARROW:
+        if call.dtype in HALVES:
             pieces = np.split(self._scratch.take(len(self.my.node) * mine.size), len(self.my.node))
             self._inside(ALL_TO_ALL, lanes, pieces)
             return _join(call.op, [self._widen(call, piece) for piece in pieces])
@@ -202,7 +202,7 @@ class Levels:
     def _total(self, call: Call, pieces: Sequence[np.ndarray], moving: Sequence[Message | None], out: np.ndarray) -> None:
         """Write the sum of the pieces of all hosts, once they have arrived, to `out`, in the call's number type."""
         self._settle(moving)
-        home = None if call.dtype in NARROW else out.view(NUMPY[call.dtype])
+        home = None if call.dtype in HALVES else out.view(NUMPY[call.dtype])
         received = pieces[1 if self.my.here == 0 else 0]   # this rank's own may be the caller's input
         total = _join(call.op, pieces, home if len(pieces) == 2 else received)
         if call.op == AVG and total.dtype.kind == "f":   # whole numbers are divided where torch has them
@@ -214,7 +214,7 @@ class Levels:
 
     def _widen(self, call: Call, x: np.ndarray) -> np.ndarray:
         """As numbers that can be added: 16-bit floats in fp32."""
-        if call.dtype not in NARROW:
+        if call.dtype not in HALVES:
             return x.view(NUMPY[call.dtype])
         wide = self._scratch.take(2 * x.size).view(np.float32)
         torch.from_numpy(wide).copy_(torch.from_numpy(x.view(np.int16)).view(call.dtype))

@@ -14,7 +14,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -76,13 +76,20 @@ class Mapping(mmap.mmap):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
 
+class SharedSegment(NamedTuple):
+    """The memory of a group, the name of the kernel that all its ranks use, and how many different cores they may use."""
+
+    memory: Mapping
+    kernel: str
+    cores: int
+
+
 def map_together(store: dist.Store, rank: int, size: int, kernels: dict[str, Any], timeout: float, *,
-                 ranks: Sequence[int] | None = None) -> tuple[Mapping, str, int]:
-    """Map the same new memory in all ranks. Rank 0 creates it, and chooses the kernel that all use: its first.
+                 ranks: Sequence[int] | None = None) -> SharedSegment:
+    """Map the same new memory in all ranks. Rank 0 creates it, and chooses the kernel: its first. Each rank may be pinned to some cores.
 
     kernels: the kernels of this process, by name
     ranks:   the numbers of the group's ranks in the world, for error messages
-    returns: the memory, the kernel, and how many different cores the ranks may use; each rank may be pinned to some
     raises:  ConfigError if this process lacks that kernel, MemoryError if memory is short; if either happens, RankLost on all others
     """
     names = ranks or range(size)
@@ -95,7 +102,7 @@ def map_together(store: dist.Store, rank: int, size: int, kernels: dict[str, Any
             raise
         mine = json.dumps(sorted(os.sched_getaffinity(0)))
         cores = _understood(hear_all(store, "mapped", rank, size, timeout, mine, ranks=ranks), me, names)
-    return mapping, kernel, len(set().union(*cores))
+    return SharedSegment(mapping, kernel, len(set().union(*cores)))
 
 
 def _tell_why(problem: str, store: dist.Store, rank: int) -> None:
