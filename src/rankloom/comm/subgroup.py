@@ -15,7 +15,7 @@ from rankloom.comm.broadcast import binomial_broadcast
 from rankloom.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from rankloom.world.group import Group, Handle
 from rankloom.world.pairwise import in_order
-from rankloom.world.transport.operands import completed, expect_operand, is_narrow
+from rankloom.world.transport.operands import completed, expect_operand, is_narrow, reduction_of
 
 
 class Subgroup(Group):
@@ -100,7 +100,7 @@ class Subgroup(Group):
     def _expect_sum(self, op: str, x: Tensor, label: str) -> None:
         if op not in ("sum", "mean"):
             raise ConfigError(f"{self.where(label)}: op {op!r} is not one of sum, mean; gather, then combine")
-        self._operation(op, x, label)
+        reduction_of(op, x, self.device, self.where, label)
 
     def _done(self, result: Tensor, label: str, async_op: bool) -> Any:
         return Handle(self, label, (), lambda: result) if async_op else result

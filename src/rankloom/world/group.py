@@ -29,7 +29,7 @@ from rankloom.world.pairwise import combine_in_order, expect_message, ignores_ta
 from rankloom.world.referee import Seat
 from rankloom.world.translate import TranslatedErrors
 from rankloom.world.transport.at_once import AtOnce
-from rankloom.world.transport.operands import completed, dealt_rows, expect_movable, expect_operand, expect_rank, reduction, untouched
+from rankloom.world.transport.operands import completed, dealt_rows, expect_movable, expect_operand, expect_rank, reduction_of, untouched
 from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
 
@@ -48,11 +48,13 @@ class Group:
                  ledger: Ledger | None = None):
         own_rank, size = (process_group.rank(), process_group.size()) if process_group is not None else (0, 1)
         self.rank, self.ranks = own_rank if rank is None else rank, tuple(range(size) if ranks is None else ranks)
-        self.name, self.one_host, self.device, self.timeout = name, one_host, torch.device(device), seconds(timeout).total_seconds()
+        self.name, self.one_host, self.device = name, one_host, torch.device(device)
+        self.timeout = seconds(timeout).total_seconds()
         self.topology = topology or Topology.even(1, len(self.ranks))
         if self.topology.size != len(self.ranks):
             raise ConfigError(f"the topology has {self.topology.size} ranks, but group {name!r} has {len(self.ranks)}")
-        self._process_group, self._inspector, self.twin, self.ledger = process_group, inspector, twin, ledger or Ledger()
+        self._process_group, self._inspector = process_group, inspector
+        self.twin, self.ledger = twin, ledger or Ledger()
         # Debug mode compares every call before it is made. The fast path (at_once.py) does not, so debug mode turns it off.
         self._at_once = AtOnce(shared.channel, self.ledger) if (shared := self._shared) and not inspector else None
         self.in_flight = InFlight()
@@ -112,14 +114,15 @@ class Group:
 
         x: any shape, the same on all ranks; over gloo, max and min may ignore a NaN   sent: 2n(p-1)/p, over gloo means of 16 bits as fp32
         """
-        torch_op, kernel_op = self._operation(op, x, label or "all_reduce")
-        if self._at_once and not async_op and self._at_once.all_reduce(x, kernel_op, label):
+        how = reduction_of(op, x, self.device, self.where, label or "all_reduce")
+        if self._at_once and not async_op and self._at_once.all_reduce(x, how.kernel_op, label):
             return completed(x, op, self.size)
         expect_operand(x, self.device, self.where(label or "all_reduce"), alone=self.size == 1)
-        options = c10d.AllreduceOptions()
-        options.reduceOp, options.asyncOp, summed = torch_op, async_op, x
-        if torch_op == dist.ReduceOp.AVG and self._goes_directly(x):   # gloo takes no means; it would round the sum, or overflow
-            options.reduceOp, summed = reduction("sum", torch.float32)[0], x.detach().float()
+        options: Any = c10d.AllreduceOptions()
+        options.reduceOp, options.asyncOp = how.torch_op, async_op
+        summed = x
+        if how.torch_op == dist.ReduceOp.AVG and self._goes_directly(x):   # gloo takes no means; it would round the sum, or overflow
+            options.reduceOp, summed = dist.ReduceOp.SUM, x.detach().float()
 
         def finish() -> Tensor:
             if (total := completed(summed, op, self.size)) is not x:
@@ -147,7 +150,8 @@ class Group:
         rows = x.unsqueeze(0) if x.dim() == 0 else x
         whole = self._output(out, rows, (rows.shape[0] * self.size, *rows.shape[1:]), label or "all_gather")
         options = c10d.AllgatherOptions()
-        options.asyncOp, start = async_op, lambda pg: pg._allgather_base(*map(self._moved, (whole, rows)), options)
+        options.asyncOp = async_op
+        start = lambda pg: pg._allgather_base(*map(self._moved, (whole, rows)), options)
         if self._goes_directly(x):
             slices = whole.detach().unflatten(0, (self.size, rows.shape[0])).unbind()
             start = lambda pg: start_gather(pg, self.rank, rows.detach(), slices)
@@ -161,15 +165,16 @@ class Group:
         `x` is not changed, except where `out` overlaps it.
         scratch: where the others' slices arrive, if they must (world/pairwise.py), [n(p-1), ...]; by default new memory
         """
-        torch_op, kernel_op = self._operation(op, x, label or "reduce_scatter")
-        if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, kernel_op, out, label)) is not None:
+        how = reduction_of(op, x, self.device, self.where, label or "reduce_scatter")
+        if self._at_once and not async_op and (mine := self._at_once.reduce_scatter(x, how.kernel_op, out, label)) is not None:
             return completed(mine, op, self.size)
         expect_operand(x, self.device, self.where(label or "reduce_scatter"), alone=self.size == 1)
         n = self._equal_rows(x, "reduce_scatter")
         mine = self._output(out, x, (n, *x.shape[1:]), label or "reduce_scatter")
         options = c10d.ReduceScatterOptions()
-        options.reduceOp, options.asyncOp = torch_op, async_op
-        start, finish = lambda pg: pg._reduce_scatter_base(*map(as_reals, (mine, x)), options), lambda: completed(mine, op, self.size)
+        options.reduceOp, options.asyncOp = how.torch_op, async_op
+        start = lambda pg: pg._reduce_scatter_base(*map(as_reals, (mine, x)), options)
+        finish = lambda: completed(mine, op, self.size)
         if self._goes_directly(x):
             room = self._output(scratch, x, (x.shape[0] - n, *x.shape[1:]), f"{label or 'reduce_scatter'}: scratch")
             slices, theirs = x.detach().unflatten(0, (self.size, n)).unbind(), room.unflatten(0, (self.size - 1, n)).unbind()
@@ -315,14 +320,6 @@ class Group:
         return TranslatedErrors(self.where, label, self.timeout, self._inspector if isinstance(self._inspector, Inspector) else None)
 
     # ------------------------------------------------------------------ inside
-
-    def _operation(self, op: str, x: Tensor, label: str) -> tuple[Any, int]:
-        if not isinstance(x, Tensor):   # all other checks come after the fast path
-            expect_movable(x, self.device, self.where(label))
-        torch_op, kernel_op, refusal = reduction(op, x.dtype)
-        if refusal:
-            raise ConfigError(f"{self.where(label)}: {refusal}")
-        return torch_op, kernel_op
 
     def _collect(self, op: str, x: Tensor, label: str, async_op: bool, *, bill: Bill, start: Callable,
                  finish: Callable[[], Tensor], rows: tuple[Sequence[int], Sequence[int]] | None = None) -> Any:

@@ -20,7 +20,7 @@ from rankloom.comm.subgroup import Subgroup
 from rankloom.world import connect
 from rankloom.world.transport import backend, router
 from rankloom.world.transport.device_group import DeviceGroup
-from rankloom.world.transport.router import HOST, NCCL, SHARED, DeviceRouter, GpuPlace, choose_carrier
+from rankloom.world.transport.router import HOST, NCCL, ONE_GPU, DeviceRouter, GpuPlace, choose_carrier
 from rankloom.world.transport.through_host import ThroughHost
 from world.transport.twin import Twin
 
@@ -34,7 +34,7 @@ class Routed(DeviceRouter):
     def __init__(self, cpu, timeout, kind):
         super().__init__(cpu, timeout)
         self.asked = Counter()
-        self.on_device = DeviceGroup(cpu, Twin()) if kind == SHARED else ThroughHost(cpu)
+        self.on_device = DeviceGroup(cpu, Twin()) if kind == ONE_GPU else ThroughHost(cpu)
 
     def _for(self, tensors, ranks=()):
         self.asked[tuple(ranks)] += 1
@@ -53,7 +53,7 @@ class RoutedRanks(Ranks):
         return super()._arena(group.cpu)
 
 
-@pytest.fixture(scope="module", params=[SHARED, HOST])
+@pytest.fixture(scope="module", params=[ONE_GPU, HOST])
 def routed(request):
     made = RoutedRanks(3, request.param)
     yield made
@@ -88,8 +88,8 @@ def place(host="a", gpu="0", pid=None):
 def test_the_carrier_is_chosen_by_who_shares_a_gpu(monkeypatch, nccl_is_there):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl_is_there)
     nccl = NCCL if nccl_is_there else HOST
-    assert choose_carrier([place(), place(), place()]) == SHARED
-    assert choose_carrier([place()]) == SHARED, "a rank alone needs nobody"
+    assert choose_carrier([place(), place(), place()]) == ONE_GPU
+    assert choose_carrier([place()]) == ONE_GPU, "a rank alone needs nobody"
     assert choose_carrier([place(gpu="0"), place(gpu="1")]) == nccl
     assert choose_carrier([place("a"), place("b")]) == nccl, "GPUs of two hosts may have one name"
     assert choose_carrier([place(gpu="0"), place(gpu="0"), place(gpu="1")]) == HOST

@@ -6,6 +6,7 @@ numbers to pairs, bool to bytes of 0 and 1 (a sum is an "or"), float8 to fp32 wi
 
 import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from operator import index
@@ -56,9 +57,18 @@ def expects_gradient(x: Tensor) -> bool:
     return x.grad_fn is not None and x.numel() > 1 and torch.is_grad_enabled()
 
 
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A way to combine tensors of one dtype: torch's operation, the kernel's, and what is wrong with it for this dtype, or None."""
+
+    torch_op: Any
+    kernel_op: int
+    refusal: str | None
+
+
 @cache   # torch's enums are slow to look up
-def reduction(op: str, dtype: torch.dtype) -> tuple[Any, int, str | None]:
-    """For the name of a reduction: torch's operation, the kernel's, and what is wrong with it for this dtype, or None.
+def reduction(op: str, dtype: torch.dtype) -> Reduction:
+    """The reduction of this name, for this dtype.
 
     A mean is a sum, then `completed`. The sum of a narrow dtype is rounded, or infinite, before that: the backend takes its mean.
     """
@@ -70,7 +80,17 @@ def reduction(op: str, dtype: torch.dtype) -> tuple[Any, int, str | None]:
     elif dtype.is_complex and op not in ("sum", "mean"):
         refusal = f"{op} of {dtype}: complex numbers have no order, and no backend multiplies them; gather, then combine"
     known = _Op.AVG if op == "mean" and is_narrow(dtype) else REDUCTIONS.get(op, _Op.SUM)
-    return known, OPS[known], refusal
+    return Reduction(known, OPS[known], refusal)
+
+
+def reduction_of(op: str, x: Tensor, device: torch.device, where: Callable[[str], str], label: str) -> Reduction:
+    """The reduction of this name for `x`. Other checks of `x` come after the fast path. raises: ConfigError, also for what is no tensor"""
+    if not isinstance(x, Tensor):
+        expect_movable(x, device, where(label))
+    found = reduction(op, x.dtype)
+    if found.refusal:
+        raise ConfigError(f"{where(label)}: {found.refusal}")
+    return found
 
 
 def is_narrow(dtype: torch.dtype) -> bool:

@@ -33,7 +33,7 @@ from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.through_host import ThroughHost
 from rankloom.world.transport.work import AsBackend, Work
 
-SHARED, NCCL, HOST = "one GPU for all", "a GPU for each", "through the host"
+ONE_GPU, NCCL, HOST = "one GPU for all", "a GPU for each", "through the host"
 ALL_PLACES = "places"   # the key of what all ranks told
 COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single",
@@ -60,7 +60,7 @@ def choose_carrier(places: Sequence[GpuPlace]) -> str:
     """
     gpus, processes = {(place.host, place.gpu) for place in places}, {(place.host, place.pid) for place in places}
     if len(gpus) == 1 and len(processes) == len(places):
-        return SHARED
+        return ONE_GPU
     return NCCL if len(gpus) == len(places) and dist.is_nccl_available() else HOST
 
 
@@ -160,7 +160,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
         return [self._places[rank] for rank in ranks]
 
     def _make(self, kind: str, device: torch.device) -> Any:
-        if kind == SHARED:
+        if kind == ONE_GPU:
             return DeviceGroup(self.cpu, CudaDevice(device))
         return Nccl(self._store, self.rank(), self.size(), self._timeout, device) if kind == NCCL else ThroughHost(self.cpu)
 
@@ -217,7 +217,7 @@ class DeviceRouter(AsBackend, dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave, after the device has done what this rank has submitted. A rank that waits for this one gets RankLost."""
-        if isinstance(shared := self._carriers.get(SHARED), DeviceGroup):
+        if isinstance(shared := self._carriers.get(ONE_GPU), DeviceGroup):
             shared.finish()
         if nccl := self._carriers.get(NCCL):
             nccl.shutdown()
