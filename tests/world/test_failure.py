@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import rankloom as rl
-from rankloom.world.failure import Failure, briefly, describe, read_failure, user_frame, write_failure
+from rankloom.world.failure import Failure, bare_failure, describe, read_failure, user_frame, write_failure
 from rankloom.world.verdict import Ending, explain, pick_cause, rank_list, render
 
 
@@ -56,7 +56,7 @@ def test_an_error_without_a_text_is_nobodys_consequence():
         def __str__(self):
             raise RuntimeError("no text")
 
-    assert not briefly(Odd()).is_collateral and briefly(rl.RankLost("rank 0 is gone")).is_collateral
+    assert not bare_failure(Odd()).is_collateral and bare_failure(rl.RankLost("rank 0 is gone")).is_collateral
 
 
 def test_a_failure_travels_in_the_file_that_torchrun_reads(tmp_path):

@@ -56,8 +56,8 @@ class Failure:
         return texts[0] == texts[1]
 
 
-def briefly(error: BaseException) -> Failure:
-    """What says whether an error is the consequence of another rank's, and no more."""
+def bare_failure(error: BaseException) -> Failure:
+    """The type and the text of an exception, without place and traceback: enough to tell whether another rank has caused it."""
     text = ""
     with suppress(Exception):   # a user's own error may have no text
         text = str(error)

@@ -17,7 +17,7 @@ from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.base.topology import Topology
 from rankloom.world.connect import GLOO
-from rankloom.world.failure import briefly, raisable
+from rankloom.world.failure import bare_failure, raisable
 from rankloom.world.launch import debug_mode
 from rankloom.world.open_files import make_room
 from rankloom.world.referee import Referee
@@ -144,7 +144,8 @@ class _Simulation:
         for thread in _start_to_close([world for world, has_ended in zip(self.worlds, ended) if has_ended]):
             thread.join()
         if self.failed:
-            rank, error = min(self.failed, key=lambda failed: briefly(failed[1]).lost_another)   # the earliest of several that are alike
+            lost_another = lambda failed: bare_failure(failed[1]).lost_another
+            rank, error = min(self.failed, key=lost_another)   # the earliest of several that are alike
             raise raisable(error, rank, len(self.worlds))
         return self.results
 

@@ -26,7 +26,7 @@ from rankloom.base.errors import ConfigError, RankFailed
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.world.connect import AUTO, LOOPBACK, device_for, expect_room_here
-from rankloom.world.failure import briefly, raisable, signal_name
+from rankloom.world.failure import bare_failure, raisable, signal_name
 from rankloom.world.launch import debug_mode
 from rankloom.world.world import World, as_mesh
 
@@ -88,6 +88,14 @@ def _pickled(body: Callable[[World], T]) -> bytes:
         raise ConfigError(f"spawn: {body!r} cannot be sent to another process ({error}); define it at the top of a module, {OR}") from error
 
 
+class Answer(NamedTuple):
+    """What a rank sends when its body has ended, pickled."""
+
+    ok: bool
+    value: Any   # what the body returned, or raised
+    trace: str   # of what it raised
+
+
 class Child(NamedTuple):
     """A rank, as its parent knows it."""
 
@@ -115,7 +123,7 @@ def _start(rank: int, work: bytes, join: Join) -> Child:
 
 
 def _child(pipe: multiprocessing.connection.Connection, work: bytes, join: Join, rank: int) -> None:
-    """Run in a spawned process: join the world, run the body, send (True, result, "") or (False, exception, traceback)."""
+    """Run in a spawned process: join the world, run the body, send an `Answer`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)   # Ctrl-C reaches the parent, which ends its children
     threading.Thread(target=_end_with_parent, daemon=True).start()
     world = None
@@ -163,7 +171,7 @@ def _join(port: int, ranks: int | Mesh, rank: int, *, timeout: float, backend: s
 
 def _pickled_result(rank: int, result: Any) -> bytes:
     try:
-        return pickle.dumps((True, result, ""))
+        return pickle.dumps(Answer(True, result, ""))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(f"spawn: what the body returned on rank {rank}, a {type(result).__name__}, cannot be sent back ({error}); return "
                           "tensors, numbers, texts, or lists and dicts of these") from error
@@ -172,11 +180,12 @@ def _pickled_result(rank: int, result: Any) -> bytes:
 def _pickled_failure(rank: int, error: BaseException) -> bytes:
     trace = traceback.format_exc()
     try:
-        answer = pickle.dumps((False, error, trace))
+        answer = pickle.dumps(Answer(False, error, trace))
         pickle.loads(answer)   # some exceptions can be pickled, but not unpickled
         return answer
     except Exception:   # not hidden: the text of the error is sent instead
-        return pickle.dumps((False, RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}", rank=rank), trace))
+        told = RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}", rank=rank)
+        return pickle.dumps(Answer(False, told, trace))
 
 
 def _collect(children: list[Child], size: int) -> list[Any]:
@@ -191,10 +200,10 @@ def _collect(children: list[Child], size: int) -> list[Any]:
                 results[rank] = _receive(children[rank], rank, size)
             except Exception as error:
                 failed.append(error)
-        if failed and not (ready and all(briefly(error).is_collateral for error in failed)):
+        if failed and not (ready and all(bare_failure(error).is_collateral for error in failed)):
             break
     if failed:
-        raise min(failed, key=lambda error: (briefly(error).is_collateral, briefly(error).lost_another))
+        raise min(failed, key=lambda error: (bare_failure(error).is_collateral, bare_failure(error).lost_another))
     for _, pipe in children:
         with contextlib.suppress(BrokenPipeError):   # the rank has ended; its exit code says how
             pipe.send_bytes(b"all ranks are done")
@@ -204,19 +213,19 @@ def _collect(children: list[Child], size: int) -> list[Any]:
 def _receive(child: Child, rank: int, size: int) -> Any:
     process, pipe = child
     try:
-        answer = pipe.recv_bytes()
+        data = pipe.recv_bytes()
     except (EOFError, OSError):   # before it sent its answer, or while it sent it
         process.join(GRACE)
         raise RankFailed(f"rank {rank} of {size} ended without a word: {_how_it_ended(process.exitcode)}; "
                          "the others were stopped because of it", rank=rank) from None
     try:
-        ok, value, trace = pickle.loads(answer)
+        answer: Answer = pickle.loads(data)
     except Exception as error:
         raise RankFailed(f"rank {rank} of {size}: what it returned does not come back from pickle: {type(error).__name__}: {error}",
                          rank=rank) from error
-    if ok:
-        return value
-    raise raisable(value, rank, size, trace)
+    if answer.ok:
+        return answer.value
+    raise raisable(answer.value, rank, size, answer.trace)
 
 
 def _how_it_ended(code: int | None) -> str:

@@ -125,8 +125,11 @@ def start_afresh(store: dist.Store, rank: int, size: int, timeout: float, *, ran
 
 
 def _lead(store: dist.Store, names: Sequence[int], timeout: float) -> dist.Store:
-    name, deadline = secrets.token_hex(8), time.monotonic() + timeout
-    part, answered, missing, problem = dist.PrefixStore(name, store), set[str](), list(range(1, len(names))), ""
+    """`start_afresh` of rank 0: name the part, and tell all others."""
+    name = secrets.token_hex(8)
+    part = dist.PrefixStore(name, store)
+    missing, answered = list(range(1, len(names))), set[str]()
+    problem, deadline = "", time.monotonic() + timeout
     while missing and time.monotonic() < deadline:
         if reunion := _reunion(store):
             reunion.expect_all(names[0])

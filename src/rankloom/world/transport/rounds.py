@@ -160,11 +160,19 @@ def find_fault(table: np.ndarray, ranks: Sequence[int]) -> str | None:
     return None
 
 
-def read_rows(rows: bytes, ranks: Sequence[int]) -> tuple[str | None, int, set[tuple[int, int]]]:
-    """What is wrong with the rows of all ranks, or None; the longest lane; the regions of the inputs."""
+class AllRows(NamedTuple):
+    """What the rows of all ranks say: what is wrong with them, or None; the longest lane; the regions of the inputs."""
+
+    fault: str | None
+    longest: int
+    homes: set[tuple[int, int]]
+
+
+def read_rows(rows: bytes, ranks: Sequence[int]) -> AllRows:
+    """Read the rows of all ranks, each as `DeviceCall.row` makes it."""
     table = np.frombuffer(rows, np.int64).reshape(len(ranks), -1)
     homes = {(region, offset) for region, offset in table[:, HOME:LENGTHS].tolist()}
-    return find_fault(table, ranks), int(table[:, LENGTHS:LENGTHS + len(ranks)].max()), homes
+    return AllRows(find_fault(table, ranks), int(table[:, LENGTHS:LENGTHS + len(ranks)].max()), homes)
 
 
 # ------------------------------------------------------------------ collectives
@@ -203,27 +211,27 @@ class Rounds:
         is_staged = home == NOWHERE and not (is_large and size > 2)
         if is_staged:
             self._submit(self._slots.fill, call, 0, (self._met + 1) % 2)
-        longest, homes = self._announce(call, home)
-        if home != NOWHERE and homes == {home}:
+        rows = self._announce(call, home)
+        if home != NOWHERE and rows.homes == {home}:
             self._reduce_in_place(call, *home)
         elif is_large and size > 2:
             for half in call.once(call.in_shares, self._channel.rank, size):
                 self._pass(half, half.longest, is_staged=False)
         else:
-            self._pass(call, longest, is_staged=homes == {NOWHERE})
+            self._pass(call, rows.longest, is_staged=rows.homes == {NOWHERE})
 
     def _submit(self, steps: Callable[..., Steps], call: DeviceCall, *args: Any) -> None:
         for step in call.once(steps, call, *args):
             self._device.run(step)
 
-    def _announce(self, call: DeviceCall, home: tuple[int, int]) -> tuple[int, set[tuple[int, int]]]:
-        """The first meeting. Returns the longest lane of all ranks, and the regions of their inputs."""
+    def _announce(self, call: DeviceCall, home: tuple[int, int]) -> AllRows:
+        """The first meeting. raises: CollectiveMismatch on all ranks"""
         row = call.once(call.row, home, self._channel.size)
         self._meet(call, RowExchange(ctypes.addressof(row), ctypes.addressof(self._table), ctypes.sizeof(row)))
-        fault, longest, homes = call.once(read_rows, bytes(self._table), self._channel.ranks)
-        if fault:
-            raise CollectiveMismatch(f"{self._channel.where(KINDS[call.kind])}: {fault}")
-        return longest, homes
+        rows: AllRows = call.once(read_rows, bytes(self._table), self._channel.ranks)
+        if rows.fault:
+            raise CollectiveMismatch(f"{self._channel.where(KINDS[call.kind])}: {rows.fault}")
+        return rows
 
     def _pass(self, call: DeviceCall, longest: int, is_staged: bool) -> None:
         """Run all windows; the first may have been staged, and its meeting held, already."""
