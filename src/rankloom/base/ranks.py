@@ -64,10 +64,10 @@ class RankPart:
 
 def modules_of(part: RankPart) -> list[str]:
     """The blocks and the other modules of which a rank holds a part, in the order of the model."""
-    return list(dict.fromkeys(_piece(parameter.name) for parameter in part.parameters))
+    return list(dict.fromkeys(_module_of(parameter.name) for parameter in part.parameters))
 
 
-def _piece(name: str) -> str:
+def _module_of(name: str) -> str:
     """`blocks.3.mlp.up.weight` -> `blocks.3`; `head.weight` -> `head`."""
     words = name.split(".")
     number = next((at for at, word in enumerate(words) if word.isdigit()), None)
@@ -83,7 +83,7 @@ def kind_of(name: str) -> str:
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
-def say_modules(pieces: Iterable[str]) -> str:
+def say_modules(modules: Iterable[str]) -> str:
     """The names of modules, with runs of blocks shortened.
 
     >>> say_modules(["embedding", "blocks.0", "blocks.1", "blocks.2", "norm"])
@@ -91,15 +91,15 @@ def say_modules(pieces: Iterable[str]) -> str:
     """
     words: list[str] = []   # modules, and the lists of blocks
     runs: dict[str, list[int]] = {}
-    for piece in pieces:
-        module, _, last = piece.rpartition(".")
+    for module in modules:
+        parent, _, last = module.rpartition(".")
         if not last.isdigit():
-            words.append(piece)
-        elif module in runs:
-            runs[module].append(int(last))
-        else:
-            runs[module] = [int(last)]
             words.append(module)
+        elif parent in runs:
+            runs[parent].append(int(last))
+        else:
+            runs[parent] = [int(last)]
+            words.append(parent)
     return ", ".join(f"{word} {say_numbers(runs[word])}" if word in runs else word for word in words)
 
 

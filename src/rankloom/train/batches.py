@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,19 +39,19 @@ def as_given(batch: Any, accumulate: int, rank: int) -> Any:
     raises: BatchError when an iterator does not give `accumulate` micro-batches
     """
     if isinstance(batch, Iterator):
-        pieces = MicroBatches(islice(batch, accumulate + 1))   # it may be endless
-        if len(pieces) != accumulate:
-            count = f"{len(pieces)} micro-batches" if len(pieces) < accumulate else "more micro-batches"
+        taken = MicroBatches(islice(batch, accumulate + 1))   # it may be endless
+        if len(taken) != accumulate:
+            count = f"{len(taken)} micro-batches" if len(taken) < accumulate else "more micro-batches"
             raise BatchError(f"rank {rank}: the iterator given to a step has {count}, but accumulate={accumulate}. Of a longer one give "
                              "the next: itertools.islice(iterator, accumulate)")
-        return pieces if accumulate > 1 else pieces[0]
+        return taken if accumulate > 1 else taken[0]
     if not _is_list_of_batches(batch) or len(batch) != accumulate:
         return batch
     return MicroBatches(batch) if accumulate > 1 else batch[0]
 
 
 def _is_list_of_batches(batch: Any) -> bool:
-    return isinstance(batch, list) and all(isinstance(piece, dict | UserDict | tuple | list) or is_dataclass(piece) for piece in batch)
+    return isinstance(batch, list) and all(isinstance(each, dict | UserDict | tuple | list) or is_dataclass(each) for each in batch)
 
 
 @contextmanager
@@ -110,27 +110,27 @@ def _lengths(batch: Any) -> list[int]:
     return [x.shape[0] if x.ndim else -1 for x in all_of(Tensor, batch) or all_of(np.ndarray, batch)]
 
 
-def cut_batch(batch: Any, pieces: int, rank: int) -> list[Any]:
-    """Cut the batch into `pieces` runs of rows; if they cannot be equal, the first are one longer. `MicroBatches` stay as they are.
+def cut_batch(batch: Any, microbatches: int, rank: int) -> list[Any]:
+    """Cut the batch into so many micro-batches; if they cannot be equal, the first are one row longer. `MicroBatches` stay as they are.
 
-    raises: BatchError when there are fewer rows than pieces
+    raises: BatchError when there are fewer rows than micro-batches
     """
     if isinstance(batch, MicroBatches):
         return list(batch)
-    if pieces == 1 and rows_if_any(batch) is None:
+    if microbatches == 1 and rows_if_any(batch) is None:
         return [batch]
     rows = rows_of(batch, rank)
-    expect_rows(rows, pieces, rank)
-    runs = [share(at, pieces, rows) for at in range(pieces)]
+    expect_rows(rows, microbatches, rank)
+    runs = [share(at, microbatches, rows) for at in range(microbatches)]
     return [map_rows(partial(_rows, first=run.start, end=run.stop), batch, rows) for run in runs]
 
 
-def cut_again(batch: Any, pieces: int, rank: int) -> list[Any]:
-    """As `cut_batch`, but into fewer pieces when there are fewer rows. A batch without rows is one piece."""
+def cut_again(batch: Any, microbatches: int, rank: int) -> list[Any]:
+    """As `cut_batch`, but into fewer when there are fewer rows. A batch without rows is one micro-batch."""
     if isinstance(batch, MicroBatches):
         return list(batch)
     rows = rows_if_any(batch)
-    return cut_batch(batch, min(rows, pieces), rank) if rows else [batch]
+    return cut_batch(batch, min(rows, microbatches), rank) if rows else [batch]
 
 
 def with_halves(batch: Any, rows: int, rank: int) -> list[Any]:
@@ -141,11 +141,11 @@ def with_halves(batch: Any, rows: int, rank: int) -> list[Any]:
     return [map_rows(each, batch, rows_of(batch, rank)) for each in change]
 
 
-def expect_rows(rows: int, pieces: int, rank: int) -> None:
-    """Raise BatchError when a rank has fewer rows than pieces."""
-    if rows < pieces:
-        advice = "one row for each, or accumulate less" if pieces > 1 else "one row, of which the loss may count 0 items"
-        raise BatchError(f"rank {rank}: a batch of {rows} rows cannot be cut in {pieces} micro-batches; give it at least {advice}")
+def expect_rows(rows: int, microbatches: int, rank: int) -> None:
+    """Raise BatchError when a rank has fewer rows than micro-batches."""
+    if rows < microbatches:
+        advice = "one row for each, or accumulate less" if microbatches > 1 else "one row, of which the loss may count 0 items"
+        raise BatchError(f"rank {rank}: a batch of {rows} rows cannot be cut in {microbatches} micro-batches; give it at least {advice}")
 
 
 def laid_out_anew(x: Tensor) -> Tensor:
@@ -169,15 +169,23 @@ def _twice(x: Any) -> Any:
     return torch.cat((row, row)) if isinstance(row, Tensor) else np.concatenate((row, row)) if isinstance(row, np.ndarray) else row + row
 
 
-def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
+class DealtRows(NamedTuple):
+    """The rows of this rank's logical shards, the number of the first of them in the global batch, and of how many shards in all."""
+
+    batch: Any
+    first: int
+    shards: int
+
+
+def deal_shards(batch: Any, group: Group, shards: int) -> DealtRows:
     """Send each rank the rows of the logical shards that it owns. A collective.
 
     The global batch is the batches of all ranks, concatenated in rank order. It is cut into `shards` contiguous shards, or fewer when
     it has fewer rows.
-    returns: (this rank's rows, the index of the first of them in the global batch, the number of shards)
-    raises:  BatchError, on all ranks, when there are fewer rows than ranks, or rows that are no dense tensors would have to be sent
+    raises: BatchError, on all ranks, when there are fewer rows than ranks, or rows that are no dense tensors would have to be sent
     """
-    rows, found = rows_of(batch, group.rank), list[Any]()
+    rows = rows_of(batch, group.rank)
+    found: list[Any] = []
     map_rows(found.append, batch, rows)
     others = sum(not isinstance(each, Tensor) or each.layout in SPARSE for each in found)
     told = group.all_gather(torch.tensor([[rows, others]], device="cpu"), label="rows").tolist()   # a GPU would have to be waited for
@@ -189,14 +197,15 @@ def deal_shards(batch: Any, group: Group, shards: int) -> tuple[Any, int, int]:
     wanted = [sum(sizes[shard] for shard in share(rank, group.size, shards)) for rank in range(group.size)]
     first = sum(wanted[:group.rank])
     if wanted == held:
-        return batch, first, shards
+        return DealtRows(batch, first, shards)
     if brings := [rank for rank, (_, others) in zip(group.ranks, told) if others]:
         raise BatchError(f"rank {brings[0]} brings rows that are no dense tensors (but sparse, a numpy array, or a list or tuple as long "
                          f"as the batch), and ranks brought {held} rows where deterministic training wants {wanted}: only dense tensors "
                          "are sent on. Make such of them (`torch.as_tensor`, numbers that stand for texts), or bring as many rows as are "
                          "wanted")
     send, recv = _overlaps(held, wanted, group.rank), _overlaps(wanted, held, group.rank)
-    return map_tensors(lambda t: group.all_to_all(t.contiguous(), send_rows=send, recv_rows=recv, label="deal rows"), batch), first, shards
+    deal = lambda t: group.all_to_all(t.contiguous(), send_rows=send, recv_rows=recv, label="deal rows")
+    return DealtRows(map_tensors(deal, batch), first, shards)
 
 
 def _overlaps(mine: Sequence[int], theirs: Sequence[int], rank: int) -> list[int]:

@@ -46,13 +46,13 @@ class DropoutKey:
     _called_again: set[str] = field(default_factory=set)  # modules that were used twice
     _runs: Sequence[range] = ()
 
-    def number_rows(self, pieces: Sequence[Any], group: Group, first: int | None = None) -> list[range]:
+    def number_rows(self, microbatches: Sequence[Any], group: Group, first: int | None = None) -> list[range]:
         """For each micro-batch of this rank: the numbers of its rows in the global batch, which concatenates the ranks' batches.
 
         A micro-batch that cannot be cut by rows counts as one row: its masks depend on how many come before it, not on the ranks.
         first: the number of this rank's first row. Left out, ranks gather how many rows each has, if a module drops anything
         """
-        held = [1 if (rows := rows_if_any(piece)) is None else rows for piece in pieces]
+        held = [1 if (rows := rows_if_any(microbatch)) is None else rows for microbatch in microbatches]
         if first is None and self.is_used and group.size > 1:
             everyone = group.all_gather(torch.tensor([sum(held)], device="cpu"), label="rows")   # a GPU would have to be waited for
             first = int(everyone[:group.rank].sum())

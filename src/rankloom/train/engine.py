@@ -270,22 +270,24 @@ class Engine:
 
     def _run_in_free_order(self, batch: Any) -> Tensor:
         totals = torch.zeros(3 if self._experts else 2, dtype=torch.float64, device=self.group.device)
-        pieces = cut_batch(batch, self.settings.accumulate, self.world_rank)
-        for at, (piece, rows) in enumerate(zip(pieces, self._dropout.number_rows(pieces, self.group))):
-            is_last = at == len(pieces) - 1
+        microbatches = cut_batch(batch, self.settings.accumulate, self.world_rank)
+        numbered = zip(microbatches, self._dropout.number_rows(microbatches, self.group))
+        for at, (microbatch, rows) in enumerate(numbered):
+            is_last = at == len(microbatches) - 1
             with self.placement.sync(is_last):
-                totals += self._forward_backward(piece, rows, before=totals if is_last else None)
+                totals += self._forward_backward(microbatch, rows, before=totals if is_last else None)
         self._first_steps.note_draws(self.steps_done)
         return self._finish(totals)
 
     def _run_in_canonical_order(self, batch: Any) -> Tensor:
-        mine, first, shards = deal_shards(batch, self.group, self.settings.logical_shards)
-        run = share(self.group.rank, self.group.size, shards)
-        self.placement.begin_shards(shards)
-        pieces = cut_batch(mine, len(run), self.world_rank)
-        for shard, piece, rows in zip(run, pieces, self._dropout.number_rows(pieces, self.group, first), strict=True):
+        mine = deal_shards(batch, self.group, self.settings.logical_shards)
+        own_shards = share(self.group.rank, self.group.size, mine.shards)
+        self.placement.begin_shards(mine.shards)
+        microbatches = cut_batch(mine.batch, len(own_shards), self.world_rank)
+        numbers = self._dropout.number_rows(microbatches, self.group, mine.first)
+        for shard, microbatch, rows in zip(own_shards, microbatches, numbers, strict=True):
             with self.placement.sync(False):
-                self.placement.add_shard(shard, self._forward_backward(map_tensors(laid_out_anew, piece), rows))
+                self.placement.add_shard(shard, self._forward_backward(map_tensors(laid_out_anew, microbatch), rows))
         return self._finish(None)
 
     def _finish(self, totals: Tensor | None) -> Tensor:
@@ -303,14 +305,14 @@ class Engine:
         """
         return limited_to(some, self.model)
 
-    def _forward_backward(self, piece: Any, rows: range, before: Tensor | None = None) -> Tensor:
+    def _forward_backward(self, microbatch: Any, rows: range, before: Tensor | None = None) -> Tensor:
         """Forward, and backward of the loss *sum* times the loss scale, of one micro-batch. Returns its totals: see `_call_loss`.
 
         before: for the last micro-batch of a step, the totals of the earlier ones
         """
         self._dropout.set_rows(self.steps_done, rows)
         with self._first_steps.forward(self.steps_done):
-            loss, totals = self._call_loss(piece)
+            loss, totals = self._call_loss(microbatch)
         if not loss.requires_grad:
             raise LossError(f"rank {self.world_rank}: the sum that the loss function returned has no gradient; was it detached, or made "
                             "under torch.no_grad()? Where there is nothing to sum, return for example `logits.sum() * 0, 0`")
@@ -330,20 +332,20 @@ class Engine:
         items = self.tokens.all_reduce(totals, label="first count")[COUNT].item()
         self.scale = LossScale.first(items * (self.settings.logical_shards or self.settings.accumulate))
 
-    def _try_loss(self, piece: Any) -> Tensor:
+    def _try_loss(self, microbatch: Any) -> Tensor:
         """[loss sum, count] of a trial, which no backward follows."""
         recompute = self.settings.recompute
         with recompute.unmeasured() if recompute else nullcontext():
-            return self._call_loss(piece)[1][:2]
+            return self._call_loss(microbatch)[1][:2]
 
-    def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
+    def _call_loss(self, microbatch: Any) -> tuple[Tensor, Tensor]:
         """The loss sum, and its totals, detached: fp64 [sum, count]; with experts [sum without auxiliary losses, count, auxiliary].
 
         raises: LossError when the function did not return (sum, count)
         """
         with (self.placement.without_reduction(),   # it may compute gradients itself
               with_notes(self.model, self.settings.precision, self.settings.world.mesh.context)):
-            returned = self.settings.loss(self.model, piece)
+            returned = self.settings.loss(self.model, microbatch)
         loss, count = sum_and_count(returned, f"rank {self.world_rank}")
         loss = self._experts.with_auxiliary(loss)
         return loss, self._experts.split(torch.stack((loss.detach().to(torch.float64), count)))
@@ -378,9 +380,9 @@ class Engine:
         self.placement.abandon()
         with self.placement.without_reduction():
             shards = self.settings.logical_shards and len(share(self.group.rank, self.group.size, self.settings.logical_shards))
-            pieces = cut_again(batch, shards or self.settings.accumulate, self.world_rank)   # as many as in the step, to fit in memory
-            numbered = zip(pieces, self._dropout.number_rows(pieces, self.group))
-            return torch.stack([self._forward_backward(piece, rows) for piece, rows in numbered]).sum(0)
+            microbatches = cut_again(batch, shards or self.settings.accumulate, self.world_rank)   # as many as in the step: they fit
+            numbered = zip(microbatches, self._dropout.number_rows(microbatches, self.group))
+            return torch.stack([self._forward_backward(microbatch, rows) for microbatch, rows in numbered]).sum(0)
 
     def _set_learning_rate(self) -> float:
         self._as_built.expect(self.optimizer, self.world_rank)

@@ -60,9 +60,9 @@ class FirstSteps:
         if self._is_first:
             compare_rows(self.world.group(*SHARING_AXES), self.group, batch)
         if step == 0:
-            rows, pieces = (batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.accumulate)
-            expect_sum_of_step(totals_of, self.placement.model, rows, world=self.world, group=self.group, tokens=self.tokens, pieces=pieces,
-                               shards=self.shards, limited_to=limited_to)
+            rows, microbatches = (batch[0], 1) if isinstance(batch, MicroBatches) else (batch, self.accumulate)
+            expect_sum_of_step(totals_of, self.placement.model, rows, world=self.world, group=self.group, tokens=self.tokens,
+                               microbatches=microbatches, shards=self.shards, limited_to=limited_to)
             self.placement.abandon()   # no backward follows those forwards
             self._generator = generator_now(self.group.device)
 

@@ -39,28 +39,28 @@ class Trial:
 
 
 def expect_sum_of_step(totals_of: Callable[[Any], Tensor], model: nn.Module, batch: Any, *, world: World, group: Group, tokens: Group,
-                       pieces: int, shards: int, limited_to: LimitedTo) -> None:
+                       microbatches: int, shards: int, limited_to: LimitedTo) -> None:
     """Before the first step, on about one micro-batch: raise when the loss seems to return a mean, or a rank has too few rows; with
     context ranks also when it is no sum over tokens.
 
     group:  the ranks over which rows are distributed   tokens: those over which losses are summed
-    pieces: number of micro-batches                     shards: logical shards, over which rows are redistributed; 0: none
+    microbatches: of a step                             shards: logical shards, over which rows are redistributed; 0: none
     limited_to: see `expect_sum_over_tokens`
     A collective of the world: all ranks run the same number of forwards, as a forward may be a collective. If the micro-batch of any rank
     cannot be cut by rows, no forward is run on any rank, and rank 0 warns that the loss was not checked.
     """
-    rows = rows_of(batch, world.rank) if shards or pieces > 1 else rows_if_any(batch)
+    rows = rows_of(batch, world.rank) if shards or microbatches > 1 else rows_if_any(batch)
     mine = torch.tensor([(-1 if rows is None else rows) * group.size + group.rank], device=group.device)
     held, rank = divmod(int(tokens.all_reduce(mine, "min", label="rows")), group.size)
     if not shards and held >= 0:
-        expect_rows(held, pieces, group.ranks[rank])
+        expect_rows(held, microbatches, group.ranks[rank])
     if held < 0 and world.rank == 0:
         warnings.warn("a batch without tensors, or with tensors that are not equally long along dim 0, is one sample (a graph, packed "
                       "tokens). Its loss is not tried in halves: make sure that it is a sum, and that it counts what it sums. Where "
                       "samples are rows, give tensors, each with one row per sample", stacklevel=4)   # of `engine.step`
     if held < 1:   # on some rank
         return
-    parts = with_halves(batch, min(held, max(2, held // (shards or pieces))), world.rank)
+    parts = with_halves(batch, min(held, max(2, held // (shards or microbatches))), world.rank)
     on_any = lambda here: bool(world.all_reduce(torch.tensor([here], dtype=torch.uint8, device=group.device), "max",
                                                 label="is the loss a sum"))
     devices = [group.device] if group.device.type == "cuda" else []

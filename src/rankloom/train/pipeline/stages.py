@@ -313,22 +313,23 @@ class PipelineEngine(Engine):
 
     def _run_schedule(self, batch: Any) -> Tensor:
         """Forward and backward of all micro-batches; gradients are left in `.grad`."""
-        pieces = cut_batch(batch, self.settings.accumulate, self.world_rank)
+        microbatches = cut_batch(batch, self.settings.accumulate, self.world_rank)
         if self.settings.precision.scaled and self.scale is UNMEASURED:   # the first backward comes before the last forward
             with evaluating(self.model):
-                self._measure_scale(self._call_loss(pieces[0])[1])
+                self._measure_scale(self._call_loss(microbatches[0])[1])
         self.placement.sharding.make_ready()
-        self.placement.local.running.begin(self.steps_done, self._dropout.number_rows(pieces, self.group), self.scale.value)
-        return self._experts.split(self.pipeline.step([self._pair(piece) for piece in pieces]))
+        rows = self._dropout.number_rows(microbatches, self.group)
+        self.placement.local.running.begin(self.steps_done, rows, self.scale.value)
+        return self._experts.split(self.pipeline.step([self._taken(microbatch) for microbatch in microbatches]))
 
     def _limited_to(self, some: SomeTokens) -> AbstractContextManager[None]:
         return self.placement.local.running.limited_to(some)
 
-    def _call_loss(self, piece: Any) -> tuple[Tensor, Tensor]:
+    def _call_loss(self, microbatch: Any) -> tuple[Tensor, Tensor]:
         """The loss without gradients, for evaluation."""
         self.placement.sharding.make_ready()
         self.placement.local.running.begin(self.steps_done, [range(1)])
-        totals = self._experts.split(self.pipeline.evaluate([self._pair(piece)]))
+        totals = self._experts.split(self.pipeline.evaluate([self._taken(microbatch)]))
         return totals[0], totals
 
     @cached_property
@@ -339,9 +340,10 @@ class PipelineEngine(Engine):
         self.placement.abandon()
         return self._run_schedule(batch)
 
-    def _pair(self, piece: Any) -> tuple[Any, Any]:
-        if not (isinstance(piece, tuple | list) and len(piece) == 2):
+    def _taken(self, microbatch: Any) -> tuple[Any, Any]:
+        """This rank's tokens of a micro-batch, which `running` takes. raises: BatchError unless it has two parts"""
+        if not (isinstance(microbatch, tuple | list) and len(microbatch) == 2):
             raise BatchError(f"rank {self.world_rank}: a pipeline takes batches of two parts, what the first stage is called with and what "
-                             f"the loss compares with; this is a {type(piece).__name__}")
-        given, targets = piece
+                             f"the loss compares with; this is a {type(microbatch).__name__}")
+        given, targets = microbatch
         return self.placement.local.running.take(given, targets, self.settings.precision.compute)
