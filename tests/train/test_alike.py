@@ -11,7 +11,7 @@ from torch import nn
 import rankloom as rl
 from rankloom.models.loss import language_model_loss
 from rankloom.parallel.replicas.equal_start import expect_same_values
-from rankloom.train.fingerprints import Numbers
+from rankloom.train.fingerprints import OptimizerMark
 from rankloom.train.run.config import make_config, shared_settings
 
 
@@ -216,7 +216,7 @@ def another_tensor(engine: rl.Engine, rank: int) -> None:
     """A rate that is a tensor, changed in place."""
     rate = engine.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     engine.optimizer.param_groups[1]["lr"] = torch.tensor(0.1)
-    engine._numbers.mark(engine.optimizer)
+    engine._optimizer_mark.of(engine.optimizer)
     rate.fill_(0.5 if rank == 1 else 0.1)
 
 
@@ -269,21 +269,21 @@ def test_a_schedule_that_differs_between_the_ranks_of_rows_is_an_error_on_meshes
 
 
 def test_the_mark_of_an_optimizer_changes_with_each_of_its_numbers_and_with_nothing_else():
-    optimizer, numbers = adams(list(line().parameters())), Numbers()
-    first = numbers.mark(optimizer)
+    optimizer, mark = adams(list(line().parameters())), OptimizerMark()
+    first = mark.of(optimizer)
     seen = {first}
     for key, value in {"lr": 0.2, "weight_decay": 0.1, "betas": (0.9, 0.9), "eps": 1e-7, "amsgrad": True}.items():
         for group in optimizer.param_groups:
             was, group[key] = group[key], value
-            seen.add(numbers.mark(optimizer))
+            seen.add(mark.of(optimizer))
             group[key] = was
-    assert len(seen) == 1 + 5 * 2 and all(0 <= mark < 2**31 for mark in seen)
+    assert len(seen) == 1 + 5 * 2 and all(0 <= number < 2**31 for number in seen)
     optimizer.param_groups[0] |= {"lr": torch.tensor(0.1, dtype=torch.float64), "amsgrad": 0, "betas": [0.9, 0.999]}   # equal numbers
-    assert numbers.mark(optimizer) == first
+    assert mark.of(optimizer) == first
 
 
 def test_rates_on_a_gpu_are_not_read():
     """To read one would wait for all that is queued; on the meta device it would be an error."""
-    optimizer, numbers = adams(list(line().parameters())), Numbers()
+    optimizer, mark = adams(list(line().parameters())), OptimizerMark()
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
-    assert numbers.mark(optimizer) == numbers.mark(optimizer)
+    assert mark.of(optimizer) == mark.of(optimizer)

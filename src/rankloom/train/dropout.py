@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,6 +32,13 @@ AT_ONCE = {"cpu": 1 << 18}   # elements whose mask is drawn at a time: what fits
 AT_ONCE_ELSEWHERE = 1 << 24   # enough for a kernel to take longer than its launch; needs 128 MiB
 
 
+class TokenPositions(NamedTuple):
+    """The positions of this rank's tokens in their rows, and the length of these rows."""
+
+    spans: Spans
+    row_length: int
+
+
 @dataclass
 class DropoutKey:
     """The running step and rows of the global batch: a part of every mask's key."""
@@ -40,7 +47,7 @@ class DropoutKey:
     is_used: bool = False                                 # whether a module drops anything
     step: int = 0
     rows: range = range(1)
-    here: tuple[Spans, int] | None = None                 # positions of this rank's tokens, and the length of a row; None: all
+    tokens: TokenPositions | None = None                  # None: this rank has all tokens of its rows
     calls: dict[str, int] = field(default_factory=dict)   # a module used twice must not repeat its mask
     is_replayed: bool = False                             # `recompute` has set all of this back
     _called_again: set[str] = field(default_factory=set)  # modules that were used twice
@@ -80,7 +87,7 @@ class DropoutKey:
 
     def set_token_positions(self, spans: Spans, length: int) -> None:
         """From now on, this rank's tokens have these positions in rows of `length`."""
-        self.here = spans, length
+        self.tokens = TokenPositions(spans, length)
 
     def next_seed(self, name: str) -> int:
         """The seed of the next call of module `name`. When the model's own checkpoint runs the forward again in backward, it is the first
@@ -183,7 +190,7 @@ class Keyed(_DropoutNd):
     def _has_tokens_first(self, x: Tensor) -> bool:
         """Whether x is [tokens, rows, features], and not a square of attention, whose dim 0 may hold rows and heads."""
         rows = len(self.key.rows)
-        return x.dim() == 3 and self.key.here is None and x.shape[1] == rows not in (x.shape[0], x.shape[2])
+        return x.dim() == 3 and self.key.tokens is None and x.shape[1] == rows not in (x.shape[0], x.shape[2])
 
     def _draw(self, keys: Tensor, kept: Tensor) -> Tensor:
         """Fill `kept` with the masks of lines. keys: of each line, int64 [lines]"""
@@ -200,13 +207,13 @@ class Keyed(_DropoutNd):
         """
         at, parts = self.part
         tokens = x.shape[-2] if x.dim() > 2 else x.shape[0] // rows if x.dim() == 2 else 1
-        spans, length = self.key.here or ((range(parts * tokens),), parts * tokens)
-        if self.key.here and (x.dim() != 3 or parts * tokens != sum(map(len, spans))):
+        spans, row_length = self.key.tokens or ((range(parts * tokens),), parts * tokens)
+        if self.key.tokens and (x.dim() != 3 or parts * tokens != sum(map(len, spans))):
             raise ShapeMismatch(f"dropout {self.name}: x has shape {tuple(x.shape)}, expected [rows, {sum(map(len, spans)) // parts}, "
                                 "features]: where ranks share a sequence, a mask goes by token; set this dropout to 0")
         positions = torch.cat([torch.arange(span.start, span.stop, device=x.device) for span in take_run(spans, at * tokens, tokens)])
         others = prod(x.shape[:-2]) // rows if x.dim() > 2 else 1
-        return (torch.arange(head, head + others, device=x.device).unsqueeze(-1) * length + positions).flatten()
+        return (torch.arange(head, head + others, device=x.device).unsqueeze(-1) * row_length + positions).flatten()
 
 
 class KeyedDropout(Keyed, nn.Dropout):

@@ -42,7 +42,7 @@ from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import explain_non_finite, with_notes
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.expert_books import ExpertBooks
-from rankloom.train.fingerprints import Numbers, numbers_of
+from rankloom.train.fingerprints import OptimizerMark, numbers_of
 from rankloom.train.first_steps import FirstSteps
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.memory_report import Held, explain_out_of_memory, held_by, peak_memory
@@ -108,8 +108,10 @@ class Engine:
         self.group, self.settings = group, settings
         self.steps_done, self.scale = 0, UNMEASURED
         self.placement, self.optimizer = placement, optimizer
-        self._dropout, self._numbers = dropout, Numbers()
-        self._known_parameters, self._buffer_keeper = KnownParameters(placement.model), BufferKeeper(placement.model, tokens)
+        self._dropout = dropout
+        self._optimizer_mark = OptimizerMark()
+        self._known_parameters = KnownParameters(placement.model)
+        self._buffer_keeper = BufferKeeper(placement.model, tokens)
         self._first_steps = FirstSteps(settings.world, group, tokens, placement, accumulate=settings.accumulate,
                                        shards=settings.logical_shards)
         self._as_built = AsBuilt.of(optimizer, cut=not isinstance(placement, ReplicatedPlacement))
@@ -239,7 +241,8 @@ class Engine:
 
     def _go_on(self, run: Mapping[str, Any]) -> None:
         """Continue from the step and the loss scale of a loaded state."""
-        self.steps_done, scaled = run["step"], self.settings.precision.scaled and run["loss_scale"]
+        self.steps_done = run["step"]
+        scaled = self.settings.precision.scaled and run["loss_scale"]
         self.scale = LossScale(**scaled) if scaled else UNMEASURED
         self._buffer_keeper.forget_changes()   # loading is not a change that a step made
 
@@ -292,7 +295,7 @@ class Engine:
 
     def _finish(self, totals: Tensor | None) -> Tensor:
         """Finish all sums over the ranks. raises: ConfigError, on all ranks, when their optimizers have other numbers"""
-        mark = self._numbers.mark(self.optimizer) ^ self._buffer_keeper.mark()   # ranks compare one number: it differs where either does
+        mark = self._optimizer_mark.of(self.optimizer) ^ self._buffer_keeper.mark()   # one number to compare: it differs where either does
         summed, alike = self.placement.finish(totals, mark)
         self._buffer_keeper.heed(alike)
         if not alike:

@@ -44,8 +44,8 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
     return {f"{key} of group {at}": value for at, key, value in parts if isinstance(value, plain)}
 
 
-class Numbers:
-    """One hash of all numeric settings of the optimizer, so that ranks compare them in each step by a single integer.
+class OptimizerMark:
+    """One hash of all numeric settings of an optimizer, so that ranks compare them in each step by a single integer.
 
     Tensors on a GPU are left out: reading one would wait for the device.
     price: 3 us per parameter group
@@ -55,7 +55,7 @@ class Numbers:
         self._seen: list[float] = []
         self._mark = 0
 
-    def mark(self, optimizer: Optimizer) -> int:
+    def of(self, optimizer: Optimizer) -> int:
         """A hash of the numbers as they are now, below 2**31: the same on all ranks that have the same numbers."""
         now: list[float] = []
         for part in optimizer.param_groups:

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -120,6 +120,14 @@ def parse_policy(policy: str | int) -> tuple[str, int]:
                       f"such as '24 GiB'. {hint}".rstrip())
 
 
+class _Measured(NamedTuple):
+    """A forward of a block, and what it cost. replay: dead once autograd has dropped the forward"""
+
+    block: str
+    replay: "ref[Replay]"
+    cost: BlockCost
+
+
 class Recompute:
     """The choice of each block. With a budget: the measured costs, and from the first backward on the plan."""
 
@@ -129,7 +137,7 @@ class Recompute:
         self.plan: RecomputePlan | None = None
         self.forwards = {name: RecomputedForward(block, choice, partial(self._measure, name), self._decide)
                          for name, block in blocks.items()}
-        self._waiting: list[tuple[str, ref[Replay], BlockCost]] = []   # in forward order; the ref is dead once autograd drops it
+        self._waiting: list[_Measured] = []   # in forward order
         self._measures = True
 
     def __str__(self) -> str:
@@ -141,7 +149,7 @@ class Recompute:
         """Before a forward: measure what it would keep and recompute with each choice."""
         if self._measures:
             _expect_to_be_measured(name)
-            self._waiting.append((name, ref(replay), _cost(self.forwards[name], args, kwargs)))
+            self._waiting.append(_Measured(name, ref(replay), _cost(self.forwards[name], args, kwargs)))
 
     def unmeasured(self) -> AbstractContextManager[None]:
         """A context for forwards that no backward follows, such as trials: measuring runs each block three times more."""
@@ -152,9 +160,9 @@ class Recompute:
         if self.plan:
             return
         seen: dict[str, list[BlockCost]] = {}
-        for name, replay, cost in self._waiting:
-            if replay() is not None:
-                seen.setdefault(name, []).append(cost)
+        for measured in self._waiting:
+            if measured.replay() is not None:
+                seen.setdefault(measured.block, []).append(measured.cost)
         costs = [replace(_highest_cost(name, found), calls=len(found)) for name, found in seen.items()]
         if self._group:
             costs = _over_ranks(self._group.all_gather_object([asdict(cost) for cost in costs], label="costs of blocks"))
@@ -246,14 +254,14 @@ class RecomputedForward(Wrapped):
         if choice == NONE:
             return forward(*args, **kwargs)
         # Positional arguments only: `checkpoint` detects changes only of these, and its own keywords might collide with kwargs.
-        given, places = tree_flatten((args, kwargs), is_leaf=_is_no_container)
-        placed, before = _Placed(forward, args, kwargs, places), Before(self.block)
+        given, nesting = tree_flatten((args, kwargs), is_leaf=_is_no_container)
+        of_flat, before = _OfFlatArguments(forward, args, kwargs, nesting), Before(self.block)
         around: Any = ExitStack() if choice == FULL else Keep(self._products)
         if choice != FULL:
             replay.reuse(around, self._learn)
         # RReLU hands its noise to autograd before it draws it. To stop there, once all is handed over, would leave the noise undrawn.
         with arguments_unchanged(self.block, given):
-            out = checkpoint(placed, *given, use_reentrant=False, early_stop=self._stops_early,   # type: ignore[no-untyped-call]
+            out = checkpoint(of_flat, *given, use_reentrant=False, early_stop=self._stops_early,   # type: ignore[no-untyped-call]
                              context_fn=lambda: (around, replay))
         replay.draws.note_made()
         replay.buffers = self._changed(before)
@@ -278,15 +286,16 @@ def _outside_graphs(forward: RecomputedForward, args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-class _Placed:
-    """A forward that gets the caller's own lists and dicts the first time, and copies as they were then when it runs again."""
+class _OfFlatArguments:
+    """A forward as a function of the values in its arguments: the first time with the caller's own lists and dicts, later
+    with copies of these as they were then."""
 
-    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any, places: TreeSpec):
-        self._forward, self._places = forward, places
+    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any, nesting: TreeSpec):
+        self._forward, self._nesting = forward, nesting
         self._first: tuple[Any, Any] | None = (args, kwargs)
 
     def __call__(self, *given: Any) -> Any:
-        (args, kwargs), self._first = self._first or tree_unflatten(given, self._places), None
+        (args, kwargs), self._first = self._first or tree_unflatten(given, self._nesting), None
         return self._forward(*args, **kwargs)
 
 
@@ -320,7 +329,7 @@ class Replay:
     def __init__(self, block: nn.Module, before: Callable[[], None] = lambda: None):
         self._before, self.draws = before, Draws(block)
         keys = {id(m.key): m.key for m in block.modules() if isinstance(m, Keyed)}.values()
-        self._key_states = [(key, {"step": key.step, "rows": key.rows, "here": key.here}, dict(key.calls)) for key in keys]
+        self._key_states = [(key, {"step": key.step, "rows": key.rows, "tokens": key.tokens}, dict(key.calls)) for key in keys]
         self._block, self.buffers = block, Values()
         self._reuse: Reuse | None = None
         self._learn: Callable[[int], None] = lambda used: None

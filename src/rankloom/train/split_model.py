@@ -31,7 +31,7 @@ def beside_pipe(world: World) -> Group:
 
 
 def split_model(model: nn.Module, world: World, tensor_plan: Mapping[str, str] | None, tensor_overlap: int, context: str,
-          tell: TellPositions) -> ModelSplit:
+                tell: TellPositions) -> ModelSplit:
     """Split `model` in place as the mesh says. Returns what this rank holds of it.
 
     model:  may be on the meta device; then only shapes are cut
