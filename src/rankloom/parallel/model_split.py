@@ -27,8 +27,8 @@ from rankloom.world.group import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
-    """The one rank that gets a whole tensor, by its coordinates along the axes that cut tensors."""
+class PartCoords:
+    """Where a rank stands along the axes whose ranks hold different elements of a model (`PART_AXES`)."""
 
     shard: int
     tensor: int
@@ -96,7 +96,7 @@ class ModelSplit:
         return [len(held.sharers(self.tensor.rank, self.tensor.size, at)) for at in range(len(spans))]
 
     @torch.no_grad()
-    def join(self, name: str, part: Tensor, goal: Goal | None = None) -> Tensor | None:
+    def join(self, name: str, part: Tensor, goal: PartCoords | None = None) -> Tensor | None:
         """The whole of a tensor that is cut like parameter `name`, on the rank of `goal` (None on the others), or on every rank.
 
         A collective of all ranks for which `is_asked`.
@@ -116,7 +116,7 @@ class ModelSplit:
             part = torch.cat(rows) if rows else part
         return part if goal is None or self.expert.rank == goal.expert else None
 
-    def is_asked(self, name: str, goal: Goal | None) -> bool:
+    def is_asked(self, name: str, goal: PartCoords | None) -> bool:
         """Whether this rank takes part in joining `name` for the rank of `goal`: not if that has the same elements."""
         return goal is None or ((name in self.experts or self.expert.rank == goal.expert)
                                 and (self._is_cut_by_tensor(name) or self.tensor.rank == goal.tensor))

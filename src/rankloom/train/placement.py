@@ -12,7 +12,7 @@ updates: parameters, their fp32 masters, or slices of either.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,14 @@ from rankloom.train.checkpoint_parts import MODEL, parts_of_slice, unique_tensor
 from rankloom.train.optimizer_step import global_norm
 from rankloom.train.precision import MasterWeights, Precision
 from rankloom.world.group import Group
+
+
+class PlacedBytes(NamedTuple):
+    """The bytes of a model in the memory of one rank."""
+
+    parameters: int   # those that this rank owns, whole or slices, with masters
+    gathered: int     # whole parameters in addition to these
+    gradients: int    # with buffers that are reduced, and the errors that compression keeps
 
 
 class Placement(Protocol):
@@ -126,8 +134,8 @@ class Placement(Protocol):
         """This rank's part of a value of optimizer state of parameter `name`. Slices are cut later, by `slices`."""
         return value
 
-    def held(self) -> tuple[int, int, int]:
-        """Bytes in memory on this rank now: parameters and masters; gathered parameters beyond these; gradients."""
+    def held(self) -> PlacedBytes:
+        """What is in memory on this rank now."""
 
 
 class ReplicatedPlacement(Placement):
@@ -249,11 +257,11 @@ class ReplicatedPlacement(Placement):
         """Each parameter whole, in its own shape."""
         return {name: ParameterSlice(name, owner.shape, 0, owner.numel()) for name, owner in self.owners.items()}
 
-    def held(self) -> tuple[int, int, int]:
+    def held(self) -> PlacedBytes:
         """All parameters, all gradients."""
         tensors = {id(t): t for t in (*self.model.parameters(), *self.owners.values())}
         gradients = sum(flat.nbytes for flat in self._reducer.flat_gradients()) + self.summing.held()
-        return sum(t.nbytes for t in tensors.values()), 0, gradients
+        return PlacedBytes(sum(t.nbytes for t in tensors.values()), gathered=0, gradients=gradients)
 
 
 class CanonicalReplicatedPlacement(ReplicatedPlacement):

@@ -18,7 +18,7 @@ from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
 from rankloom.parallel.expert import guide_layers
 from rankloom.parallel.gradients.same_bits import TOTALS, ShardFolds
-from rankloom.parallel.model_split import Goal, ModelSplit
+from rankloom.parallel.model_split import ModelSplit, PartCoords
 from rankloom.parallel.sections.reduction_order import Reducing
 from rankloom.parallel.sections.sharding import Sharding
 from rankloom.parallel.sections.state_dict import expect_own_parameters, load_values, owned_slices, units_of, value_entries
@@ -27,7 +27,7 @@ from rankloom.shard.optimizer import Optimizer, ParameterSlice
 from rankloom.shard.optimizer_state import Entry, state_entries, whole_state
 from rankloom.train.checkpoint_parts import MODEL, parts_of_slice, unique_tensors, whole_part
 from rankloom.train.optimizer_step import global_norm
-from rankloom.train.placement import Placement
+from rankloom.train.placement import PlacedBytes, Placement
 from rankloom.train.split_model import is_split
 from rankloom.world.group import Group
 from rankloom.world.world import World
@@ -44,9 +44,10 @@ class ShardedPlacement(Placement):
         self.model, self.sharding, self.split, self.summing = model, sharding, split, summing
         sharding.forward_backward.reducing = Reducing.NOTHING   # a backward outside a step sends nothing
         self.owners: Mapping[str, nn.Parameter] = sharding.owners()
-        self.group, self._world, self._everyone = sharding.group, world, sharding.group
-        if is_split(world):   # the ranks that hold different elements
-            self._everyone = world.group(*(axis for axis in PART_AXES if axis != "shard" or self.group.size > 1))
+        self.group, self._world = sharding.group, world
+        self._part_ranks = sharding.group   # the ranks that hold different elements
+        if is_split(world):
+            self._part_ranks = world.group(*(axis for axis in PART_AXES if axis != "shard" or self.group.size > 1))
         guide_layers(model, sharding.guide)
 
     @property
@@ -143,37 +144,38 @@ class ShardedPlacement(Placement):
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
         """Gathered over the shard axis, then over the other axes, tensor by tensor. Ranks that hold the same as others do nothing."""
-        if rank is not None and rank not in self._everyone.ranks:
+        if rank is not None and rank not in self._part_ranks.ranks:
             return {}
-        goal = self._goal(rank)
+        goal = self._coords_of(rank)
         return self._collect(value_entries(self.model, self.sharding, rank=None if goal is None else goal.shard), goal)
 
     def state(self, optimizer: Optimizer, rank: int | None) -> dict[str, Any]:
         """Gathered as `values` are: over the shard axis, then over the other axes."""
-        if rank is not None and rank not in self._everyone.ranks:
+        if rank is not None and rank not in self._part_ranks.ranks:
             return {}
-        goal = self._goal(rank)
+        goal = self._coords_of(rank)
         entries = state_entries(optimizer, self.owners, self.slices(), self.group, rank=None if goal is None else goal.shard)
         values = self._collect(entries, goal)
-        return whole_state(optimizer, self.owners, values) if goal is None or self._place() == goal else {}
+        return whole_state(optimizer, self.owners, values) if goal is None or self._coords() == goal else {}
 
-    def _place(self) -> Goal:
-        return Goal(self.group.rank, self.split.tensor.rank, self.split.expert.rank)
+    def _coords(self) -> PartCoords:
+        """Those of this rank."""
+        return PartCoords(self.group.rank, self.split.tensor.rank, self.split.expert.rank)
 
-    def _goal(self, rank: int | None) -> Goal | None:
-        """The place in the mesh of a rank of the world. A collective."""
+    def _coords_of(self, rank: int | None) -> PartCoords | None:
+        """Those of a rank of the world. A collective."""
         if rank is None:
             return None
-        places = self._everyone.all_gather_object(list(astuple(self._place())), label="who gets the whole")
-        return Goal(*places[self._everyone.ranks.index(rank)])
+        coords = self._part_ranks.all_gather_object(list(astuple(self._coords())), label="who gets the whole")
+        return PartCoords(*coords[self._part_ranks.ranks.index(rank)])
 
-    def _collect(self, entries: list[Entry], goal: Goal | None) -> dict[str, Any]:
+    def _collect(self, entries: list[Entry], goal: PartCoords | None) -> dict[str, Any]:
         """Name -> whole tensor, on the rank of `goal`, or on all ranks."""
-        mine = goal in (None, self._place())
+        mine = goal in (None, self._coords())
         values = {entry.name: self._join(entry, goal) for entry in entries}
         return values if mine else {}
 
-    def _join(self, entry: Entry, goal: Goal | None) -> Any:
+    def _join(self, entry: Entry, goal: PartCoords | None) -> Any:
         """The whole tensor of the unsplit model. A value that is not split as its parameter is returned as it is."""
         name = entry.parameter if self._is_split_as_parameter(entry) else ""
         if entry.dtype is not None and not self.split.is_asked(name, goal):
@@ -237,12 +239,12 @@ class ShardedPlacement(Placement):
         """One per parameter; it may be empty."""
         return owned_slices(self.sharding, self.group.rank)
 
-    def held(self) -> tuple[int, int, int]:
+    def held(self) -> PlacedBytes:
         """Slices; gathered parameters beyond them; gradients, sharded or not."""
-        units, cut = [unit.held() for unit in self.sharding.units], units_of(self.sharding)
-        rest = sum(param.nbytes for param in self.model.parameters() if id(param) not in cut)
+        in_units, of_units = units_of(self.sharding), [unit.held() for unit in self.sharding.units]
+        others = sum(param.nbytes for param in self.model.parameters() if id(param) not in in_units)
         gradients = sum(gradient.held() for gradient in self.sharding.gradients()) + self.sharding.pool.held() + self.summing.held()
-        return rest + sum(own for own, _ in units), sum(whole for _, whole in units), gradients
+        return PlacedBytes(others + sum(own for own, _ in of_units), sum(whole for _, whole in of_units), gradients)
 
 
 class CanonicalShardedPlacement(ShardedPlacement):
@@ -295,7 +297,7 @@ class SplitPlacement(ShardedPlacement):
         terms = [norms_of(grads).square().sum() / copies for copies, grads in held.items()]
         square = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device="cpu")
         not_finite = 0.0 * totals[:2].sum()   # 0 or NaN
-        return self._everyone.all_reduce(square.to(self.group.device) + not_finite, label="gradient norm").sqrt()
+        return self._part_ranks.all_reduce(square.to(self.group.device) + not_finite, label="gradient norm").sqrt()
 
     def repeated_norms(self) -> dict[str, float]:
         """From the slices of all ranks of the shard axis."""

@@ -174,13 +174,13 @@ def balance(times: Sequence[float], stages: int, *, memory: Sequence[float] | No
     return best[n][2]
 
 
-def multiplied_parameters(pieces: Sequence[Piece], numbers: Mapping[str, int], tables: Container[str]) -> list[float]:
+def multiplied_parameters(pieces: Sequence[Piece], numels: Mapping[str, int], tables: Container[str]) -> list[float]:
     """What `balance` can take for the times of a language model's pieces: the number of parameters that a token is multiplied with.
 
     That is all but the tables in the first piece, where tokens are looked up. Of pieces that begin with no table, little follows from the
     number of parameters (convolutions use each many times): 1.0 each.
-    numbers: of elements of the whole model's parameters, by name; tables: those of embeddings. Ranks that hold different parts of the
-             model are given the same
+    numels: how many elements each parameter of the whole model has. Ranks that hold different parts of the model are given the same
+    tables: the parameters of embeddings
     """
     if not pieces:
         return []
@@ -188,7 +188,7 @@ def multiplied_parameters(pieces: Sequence[Piece], numbers: Mapping[str, int], t
     multiplied = [held[0].keys() - {name for name in held[0] if name in tables}, *held[1:]]
     if len(multiplied[0]) == len(held[0]):
         return [1.0] * len(pieces)
-    return [float(sum(numbers.get(name, params[name].numel()) for name in names)) for names, params in zip(multiplied, held, strict=True)]
+    return [float(sum(numels.get(name, params[name].numel()) for name in names)) for names, params in zip(multiplied, held, strict=True)]
 
 
 def _place(root: nn.Module, name: str, part: nn.Module | nn.Parameter) -> None:

@@ -95,8 +95,9 @@ class Pipe:
         example = pipe.example
         if example is not None and precision.compute is not None and precision.master is None:   # as the model itself (prepare.py)
             example = (cast_floats_in(example[0], precision.compute), example[1])
-        numbers = {name: param.numel() for name, param in model.named_parameters(remove_duplicate=False)}
-        return ChosenPipe(pieces, loss_of, pipe.schedule, pipe.chunks, pipe.sizes, example, pipe.memory, numbers, embeddings(model))
+        return ChosenPipe(
+            pieces, loss_of, pipe.schedule, pipe.chunks, pipe.sizes, example, pipe.memory, tables=embeddings(model),
+            numels={name: param.numel() for name, param in model.named_parameters(remove_duplicate=False)})
 
 
 def _pieces_of_a(model: nn.Module) -> Callable[..., Sequence[Piece]]:
@@ -115,7 +116,8 @@ class ChosenPipe:
     """A `Pipe` for one model.
 
     loss:    model -> loss(output of the last piece, whole micro-batch) -> (sum, count)
-    numbers: of elements of the model's parameters, by name; tables: those of embeddings
+    numels:  how many elements each parameter of the model has
+    tables:  the parameters of embeddings
     """
 
     pieces: Callable[..., Sequence[Piece]]
@@ -125,13 +127,13 @@ class ChosenPipe:
     sizes: Sequence[int] | None
     example: tuple[Any, Any] | None
     memory: float | None
-    numbers: Mapping[str, int]
+    numels: Mapping[str, int]
     tables: frozenset[str]
 
     def cut(self, pieces: Sequence[Piece], stages: int) -> list[int]:
         """How many pieces each stage gets: see `sizes` of `Pipe`. raises: ConfigError"""
         if self.sizes is None:
-            return balance(multiplied_parameters(pieces, self.numbers, self.tables), stages)
+            return balance(multiplied_parameters(pieces, self.numels, self.tables), stages)
         if len(self.sizes) != stages or sum(self.sizes) != len(pieces) or min(self.sizes) < 1:
             raise ConfigError(f"pipe=rl.Pipe(sizes={list(self.sizes)}): expected {stages} numbers of 1 or more, whose sum is "
                               f"{len(pieces)}: so many pieces has the model, and {stages} stages has the schedule {self.schedule!r}")

@@ -25,7 +25,7 @@ from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
 from rankloom.parallel.context.tokens_apart import SomeTokens
 from rankloom.parallel.expert import expert_layers
-from rankloom.parallel.model_split import Goal, ModelSplit
+from rankloom.parallel.model_split import ModelSplit, PartCoords
 from rankloom.parallel.pipeline.cut import Piece, Stage, expect_pieces, in_runs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
@@ -53,25 +53,25 @@ from rankloom.world.world import World
 class LocalStages:
     """This rank's part of a pipelined model.
 
-    body:   this rank's modules, under their names in the whole model; never called itself
-    names:  trainable parameters of the whole model -> their shapes, in its order
-    state:  the names in the state dict of the whole model, in its order
-    where:  parameter -> the pipe ranks that have it
+    body:    this rank's modules, under their names in the whole model; never called itself
+    shapes:  those of the trainable parameters of the whole model, by name, in its order
+    entries: the names in the state dict of the whole model, in its order
+    holders: parameter -> the pipe ranks that have it
     """
 
     body: nn.Module
     pipeline: Pipeline
     running: RunningMicrobatch
-    names: Mapping[str, torch.Size]
-    state: tuple[str, ...]
-    where: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, torch.Size]
+    entries: tuple[str, ...]
+    holders: Mapping[str, tuple[int, ...]]
     units: frozenset[str]   # modules that are sections
     experts: tuple[str, ...]   # MoE layers of the whole model, in its order
 
     @property
     def shared(self) -> frozenset[str]:
         """Parameters that several pipe ranks have."""
-        return frozenset(name for name, ranks in self.where.items() if len(ranks) > 1)
+        return frozenset(name for name, ranks in self.holders.items() if len(ranks) > 1)
 
 
 def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches: int, units: Policy,
@@ -81,7 +81,7 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     sparing: recompute is on: do not hold the factors of weight gradients while the input gradient is sent (`send_gradients_first`)
     raises:  ConfigError for an unknown or impossible schedule, or more stages than pieces
     """
-    names = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
+    shapes = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
     sections, experts = frozenset(section_names(model, units)), tuple(expert_layers(model))
     pieces, count = pieces_for(chosen, model, running), group.size * stages_a_rank(chosen.schedule, chosen.chunks)
     schedule = named_schedule(chosen.schedule, count, microbatches, chosen.chunks)
@@ -91,17 +91,17 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     _expect_all_in_stages(model, stages)
     expect_counted_on_one_rank(model, [(schedule.owner[number], stage) for number, stage in enumerate(stages)])
     refuse_masks_in_several_stages(stages)
-    where: dict[str, set[int]] = {}
+    holders: dict[str, set[int]] = {}
     for number, stage in enumerate(stages):
         for name, _ in stage.named_parameters():
-            where.setdefault(name, set()).add(schedule.owner[number])
+            holders.setdefault(name, set()).add(schedule.owner[number])
     mine = schedule.held_by(group.rank)
     pipeline = Pipeline({number: stages[number] for number in mine}, group, schedule, chosen.loss(model),
                         hooks=Hooks(before=running.select_microbatch, scale=lambda: running.scale))
     body = _Held([piece for number in mine for piece in runs[number]])
     body.training = model.training   # the engine looks at it, as at any model's
-    return LocalStages(body, pipeline, running, names, tuple(model.state_dict()),
-                       {name: tuple(sorted(ranks)) for name, ranks in where.items()}, sections, experts)
+    return LocalStages(body, pipeline, running, shapes, tuple(model.state_dict()),
+                       {name: tuple(sorted(ranks)) for name, ranks in holders.items()}, sections, experts)
 
 
 class _Held(Stage):
@@ -176,11 +176,11 @@ class PipelinePlacement(SplitPlacement):
         super().__init__(local.body, sharding, world, split, summing=summing)
         self.local = local
         elsewhere = torch.empty(0, dtype=torch.float32, device=sharding.group.device)
-        self.owners = {name: self.owners.get(name, nn.Parameter(elsewhere)) for name in local.names}
+        self.owners = {name: self.owners.get(name, nn.Parameter(elsewhere)) for name in local.shapes}
         self._tied: dict[str, Gradient] = {}
         for gradient in sharding.gradients():
             for name, param in gradient.unit.params.items():
-                self._tied |= {name: gradient} if len(local.where[name]) > 1 and param.requires_grad else {}
+                self._tied |= {name: gradient} if len(local.holders[name]) > 1 and param.requires_grad else {}
                 if name in self._tied or param.dtype != gradient.unit.formats.reduce:
                     hook_gradient(param, gradient.land, name)
 
@@ -195,7 +195,7 @@ class PipelinePlacement(SplitPlacement):
     def slices(self) -> dict[str, ParameterSlice]:
         """The slices of all parameters; empty ones for those of other stages."""
         mine = super().slices()
-        return {name: mine.get(name, ParameterSlice(name, shape, 0, 0)) for name, shape in self.local.names.items()}
+        return {name: mine.get(name, ParameterSlice(name, shape, 0, 0)) for name, shape in self.local.shapes.items()}
 
     def abandon(self) -> None:
         """Clear all gradients, and those that an interrupted schedule left in `.grad`."""
@@ -212,10 +212,10 @@ class PipelinePlacement(SplitPlacement):
 
     def collect(self) -> None:
         """After a schedule: sum the gradients of tied parameters over their stages, then reduce everything. A collective."""
-        for name in (name for name in self.local.where if name in self._tied):   # the same order on all ranks
+        for name in (name for name in self.local.holders if name in self._tied):   # the same order on all ranks
             gradient = self._tied[name]
             like = torch.empty_like(gradient.unit.params[name], dtype=gradient.unit.formats.reduce)
-            total = sum_tied(gradient.local().get(name), like, self.pipe, self.local.where[name])
+            total = sum_tied(gradient.local().get(name), like, self.pipe, self.local.holders[name])
             if total is not None:
                 gradient.set_landed(name, total)
         with self.sync(True):
@@ -223,27 +223,27 @@ class PipelinePlacement(SplitPlacement):
 
     def counted(self, owned: ParameterSlice, values: Tensor) -> list[tuple[Tensor, int]]:
         """A tied parameter has copies on each of its stages."""
-        return [(view, copies * len(self.local.where[owned.name])) for view, copies in super().counted(owned, values)]
+        return [(view, copies * len(self.local.holders[owned.name])) for view, copies in super().counted(owned, values)]
 
     def parts_like(self, name: str, owned: ParameterSlice, values: Tensor) -> list[Part]:
         """As of any split model. A tied parameter is written by the first of its stages."""
-        later = self.pipe.rank != min(self.local.where[owned.name])
+        later = self.pipe.rank != min(self.local.holders[owned.name])
         return [replace(part, is_copy=later) for part in super().parts_like(name, owned, values)]
 
     def values(self, rank: int | None) -> dict[str, Tensor]:
         """The values, in the order of the model."""
         found = super().values(rank)
-        return {name: found[name] for name in (*self.local.state, *found) if name in found}
+        return {name: found[name] for name in (*self.local.entries, *found) if name in found}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Each stage loads its part. Names that no stage has are passed on, so that they raise."""
-        elsewhere = {*self.local.state, *self.local.where} - self.model.state_dict(keep_vars=True).keys()
+        elsewhere = {*self.local.entries, *self.local.holders} - self.model.state_dict(keep_vars=True).keys()
         super().load({name: value for name, value in state.items() if name not in elsewhere})
 
-    def _place(self) -> Goal:
-        return replace(super()._place(), pipe=self.pipe.rank)
+    def _coords(self) -> PartCoords:
+        return replace(super()._coords(), pipe=self.pipe.rank)
 
-    def _collect(self, entries: list[Entry], goal: Goal | None) -> dict[str, Any]:
+    def _collect(self, entries: list[Entry], goal: PartCoords | None) -> dict[str, Any]:
         """Stage by stage: gather the values, and send them to the rank of `goal`, or to all other stages."""
         mine, whole = {entry.name: entry for entry in entries}, dict[str, Any]()
         plain = {entry.name: entry.get() for entry in entries if entry.dtype is None}
@@ -259,9 +259,9 @@ class PipelinePlacement(SplitPlacement):
             for name, kind, shape in (tensor for tensor in stage.tensors if tensor[0] not in whole):
                 value = self._join(mine[name], goal) if root == self.pipe.rank else None
                 whole[name] = self._pass_on(value, root, torch.empty(shape, dtype=getattr(torch, kind), device="meta"), goal)
-        return whole if goal in (None, self._place()) else {}
+        return whole if goal in (None, self._coords()) else {}
 
-    def _pass_on(self, value: Tensor | None, root: int, like: Tensor, goal: Goal | None) -> Tensor | None:
+    def _pass_on(self, value: Tensor | None, root: int, like: Tensor, goal: PartCoords | None) -> Tensor | None:
         """Send the value that stage `root` has gathered. Returns it on the ranks that get it."""
         here = None if value is None else value.to(self.group.device).contiguous()
         if goal is None:
@@ -270,7 +270,7 @@ class PipelinePlacement(SplitPlacement):
             return sent.cpu()
         if self.pipe.rank == root != goal.pipe and here is not None:
             self.pipe.send(as_bytes(here), goal.pipe, label="values of a stage")
-        if root != goal.pipe and self._place() == goal:
+        if root != goal.pipe and self._coords() == goal:
             got = torch.empty_like(like, device=self.group.device)
             self.pipe.recv(as_bytes(got), root, label="values of a stage")
             return got.cpu()
