@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -193,24 +194,32 @@ def winners_table(found: Findings) -> Table:
 def links_table(found: Findings) -> Table:
     """A row for each kind of link: the cost of a message, and its bandwidth, by the fit."""
     table = _table(["link", "message", "bytes"], left=("link",))
-    for kind, message, rate in _costs(found):
-        table.add_row(MEANINGS[kind], message, rate)
+    for cost in _costs(found):
+        table.add_row(MEANINGS[cost.kind], cost.message, cost.bandwidth)
     return table
 
 
-def _costs(found: Findings) -> list[tuple[str, str, str]]:
-    """The kinds of links that were fitted: the seconds of a message, and the bandwidth."""
+class LinkCost(NamedTuple):
+    """What one kind of link costs by the fit, in words."""
+
+    kind: str
+    message: str
+    bandwidth: str
+
+
+def _costs(found: Findings) -> list[LinkCost]:
+    """The costs of the kinds of links that were fitted."""
     links, costs = found.fitted.links, []
     for kind in found.fitted.measured:
         link = links.named(kind) if kind != "adding" else Link(0.0, links.adding_gbps)
         rate = "free" if link.bandwidth_gbps == FASTEST else f"{link.bandwidth_gbps:.3g} Gbit/s"
-        costs.append((kind, show_seconds(link.alpha) if link.alpha else "free", rate))
+        costs.append(LinkCost(kind, show_seconds(link.alpha) if link.alpha else "free", rate))
     return costs
 
 
 def _about_fit(found: Findings) -> Iterator[str]:
     """What "free" means, where it is said, and the error of the fit for each algorithm."""
-    if any("free" in costs for costs in _costs(found)):
+    if any("free" in (cost.message, cost.bandwidth) for cost in _costs(found)):
         yield FREE
     yield "the fit is off by " + ", ".join(f"{name} {error:.0%}" for name, error in found.fitted.errors) + " (median over sizes)"
     if worst := found.worst():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankloom.base.layout import Span
-from rankloom.base.spans import boxes_of_run, common, make_up, numel, shape_of, whole_box, within
+from rankloom.base.spans import boxes_of_run, intersection, is_partition, numel, shape_of, whole_box, within
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 
@@ -47,16 +47,16 @@ def test_what_two_boxes_share_is_what_lies_in_both(data):
         cells[within(box, whole_box(lengths))] = True
         return cells
 
-    both = common(one, other)
+    both = intersection(one, other)
     expected = marked(one) & marked(other)
     assert int(expected.sum()) == (0 if both is None else numel(both))
     assert both is None or torch.equal(marked(both), expected)
 
 
 def test_a_number_without_dims_is_one_box():
-    assert list(boxes_of_run((), 0, 1)) == [()] and common((), ()) == () and numel(()) == 1 and shape_of(()) == ()
+    assert list(boxes_of_run((), 0, 1)) == [()] and intersection((), ()) == () and numel(()) == 1 and shape_of(()) == ()
 
 
 def test_an_empty_box_of_another_number_of_dims_makes_up_no_tensor():
     whole, empty = (Span(0, 5),), (Span(2, 2), Span(0, 3))
-    assert make_up([whole], (5,)) and not make_up([whole, empty], (5,))
+    assert is_partition([whole], (5,)) and not is_partition([whole, empty], (5,))

@@ -29,22 +29,22 @@ def numel(box: Box) -> int:
     return prod(shape_of(box))
 
 
-def common(one: Box, other: Box) -> Box | None:
+def intersection(one: Box, other: Box) -> Box | None:
     """The intersection, or None if it is empty.
 
-    >>> common((Span(0, 4), Span(2, 6)), (Span(3, 8), Span(0, 3)))
+    >>> intersection((Span(0, 4), Span(2, 6)), (Span(3, 8), Span(0, 3)))
     (Span(start=3, stop=4), Span(start=2, stop=3))
     """
     both = tuple(Span(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
-def make_up(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
+def is_partition(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     """Whether the boxes hold each element of a tensor of this shape once, and nothing else.
 
-    By inclusion and exclusion: each box counts +1 or -1 at each of its corners. The boxes make up the tensor if these sum to its own.
+    By inclusion and exclusion: each box counts +1 or -1 at each of its corners. The boxes are a partition if these sum to its own.
 
-    >>> make_up([(Span(0, 2),), (Span(2, 5),)], (5,)), make_up([(Span(0, 2),), (Span(1, 4),)], (5,))
+    >>> is_partition([(Span(0, 2),), (Span(2, 5),)], (5,)), is_partition([(Span(0, 2),), (Span(1, 4),)], (5,))
     (True, False)
     """
     corners = Counter[tuple[int, ...]]()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rankloom.base.errors import ConfigError, DataError, StorageError
 from rankloom.base.files import replacing
-from rankloom.base.spans import common, shape_of, within
+from rankloom.base.spans import intersection, shape_of, within
 from rankloom.base.tensors import bytes_of
 from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, from_json, key_of, to_json
 
@@ -276,7 +276,7 @@ class Reader(ExitStack):
         raises: DataError
         """
         for piece in self.manifest.tensors[part.name].pieces:
-            if (both := common(piece.box, part.box)) is not None:
+            if (both := intersection(piece.box, part.box)) is not None:
                 key = key_of(part.name, piece.box)
                 try:
                     values = self._read(piece.file, key, within(both, piece.box))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rankloom.base.errors import DataError, ModelMismatch
 from rankloom.base.layout import Span
-from rankloom.base.spans import Box, make_up
+from rankloom.base.spans import Box, is_partition
 
 FORMAT = 1   # of the manifest
 
@@ -197,7 +197,7 @@ def from_json(text: str, where: str) -> Manifest:
     for name, saved in manifest.tensors.items():
         if other := [piece.file for piece in saved.pieces if not 0 <= piece.file < len(files)]:
             raise DataError(f"{where}: has a piece of {name} in file {other[0]} of {len(files)}; the manifest is damaged")
-        if not make_up([piece.box for piece in saved.pieces], saved.shape):
+        if not is_partition([piece.box for piece in saved.pieces], saved.shape):
             raise DataError(f"{where}: the pieces of {name} are not each element of {saved.shape} once; the manifest is damaged")
     return manifest
 

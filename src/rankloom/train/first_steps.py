@@ -145,17 +145,19 @@ def expect_one_model(world: World, totals: Tensor, norms: Mapping[str, float]) -
 
 
 def _different_losses(group: Group, losses: Sequence[float]) -> str | None:
-    is_other = lambda loss: (math.isfinite(loss) != math.isfinite(losses[0])
-                             or abs(loss - losses[0]) > EQUAL_IF_WITHIN * max(abs(loss), abs(losses[0])))
-    rank, other = next(((rank, loss) for rank, loss in zip(group.ranks, losses) if is_other(loss)), (0, None))
-    if other is None:
-        return None
-    return (f"the loss of the same rows is {losses[0]:g} on rank {group.ranks[0]} and {other:g} on rank {rank}, which hold "
-            "parts of the same layers (axis tensor). A loss that reads parameters sees a part of them: leave a penalty on "
-            "weights to the optimizer (weight_decay). Noise must be the same on these ranks: seed torch by `engine.group.rank`")
+    """What is wrong, in words, if the loss of a rank is not that of the first, or None. losses: in rank order"""
+    first = losses[0]
+    for rank, loss in zip(group.ranks, losses):
+        bound = EQUAL_IF_WITHIN * max(abs(loss), abs(first))
+        if math.isfinite(loss) != math.isfinite(first) or abs(loss - first) > bound:
+            return (f"the loss of the same rows is {first:g} on rank {group.ranks[0]} and {loss:g} on rank {rank}, which hold parts of the "
+                    "same layers (axis tensor). A loss that reads parameters sees a part of them: leave a penalty on weights to the "
+                    "optimizer (weight_decay). Noise must be the same on these ranks: seed torch by `engine.group.rank`")
+    return None
 
 
 def _different_norms(group: Group, names: list[str], found: Sequence[list[float]]) -> str | None:
+    """The same of the norms of gradients. found: for each rank, those of `names`"""
     largest = max(map(max, found), default=0.0) if names else 0.0
     for name, norms in zip(names, zip(*found)):
         low, high = min(norms), max(norms)

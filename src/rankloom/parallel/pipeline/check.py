@@ -23,6 +23,15 @@ def check(schedule: Schedule) -> None:
                 raise ConfigError(f"rank {rank} does {action}, but stage {action.stage} is on rank {schedule.owner[action.stage]}: "
                                   "a stage is on one rank")
         _expect_gathered(rank, actions)
+    _expect_each_once(schedule)
+    schedule = with_messages(schedule)
+    _expect_wanted_messages(schedule)
+    for _ in walk(schedule):
+        pass
+
+
+def _expect_each_once(schedule: Schedule) -> None:
+    """Raise unless each micro-batch goes forward and backward once through each stage."""
     actions_in_all = sum(map(len, schedule.ranks))
     stages, microbatches = schedule.stages, schedule.microbatches
     if stages * microbatches > actions_in_all:   # too many are missing to list
@@ -36,7 +45,10 @@ def check(schedule: Schedule) -> None:
     twice = sorted((action for action, times in done.items() if times > 1 and action.kind != "GATHER"), key=str)
     if twice:
         raise ConfigError(f"{_listed(twice)} done more than once; note that B is I and W in one")
-    schedule = with_messages(schedule)
+
+
+def _expect_wanted_messages(schedule: Schedule) -> None:
+    """Raise for a send that no other rank receives."""
     receives = [action for actions in schedule.ranks for action in actions if action.kind.startswith("RECV")]
     received = {sent for action in receives for sent in needs(action, schedule)
                 if schedule.owner.get(sent.stage) != schedule.owner[action.stage]}
@@ -44,8 +56,6 @@ def check(schedule: Schedule) -> None:
         unwanted = [action for action in actions if action.kind.startswith("SEND") and action not in received]
         if unwanted:
             raise ConfigError(f"rank {rank}: no other rank receives {unwanted[0]}; stages of one rank pass tensors without messages")
-    for _ in walk(schedule):
-        pass
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:

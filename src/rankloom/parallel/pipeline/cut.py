@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pkgutil import resolve_name
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -60,7 +60,8 @@ def pieces_of(model: nn.Module, names: Iterable[str]) -> list[Piece]:
 
     raises: AttributeError for a name that the model does not have
     """
-    return [({name: module}, module) for name in names for module in [model.get_submodule(name)]]
+    named = [(name, model.get_submodule(name)) for name in names]
+    return [({name: module}, module) for name, module in named]
 
 
 def sequential_pieces(model: nn.Sequential, inputs: Callable[[], Any] | None = None) -> list[Piece]:
@@ -144,6 +145,18 @@ def find_tied(stages: Sequence[nn.Module]) -> list[Tied]:
     return [tuple(found) for found in places.values() if len(found) > 1]
 
 
+class _Cut(NamedTuple):
+    """A cut into stages. The smaller of two is better: it has the faster slowest stage, or if they are equal the more even others."""
+
+    slowest: float
+    squares: float     # the sum of those of all times
+    sizes: list[int]
+
+    def with_stage(self, time: float, size: int) -> "_Cut":
+        """This cut with one more stage at its end."""
+        return _Cut(max(self.slowest, time), self.squares + time * time, [*self.sizes, size])
+
+
 def balance(times: Sequence[float], stages: int, *, memory: Sequence[float] | None = None, limit: float = float("inf")) -> list[int]:
     """How many pieces each stage gets, so that the slowest stage is as fast as possible.
 
@@ -158,20 +171,18 @@ def balance(times: Sequence[float], stages: int, *, memory: Sequence[float] | No
         raise ConfigError(f"{stages} stages for a model of {n} pieces: each stage takes one piece or more; use fewer stages, or cut finer")
     memory = memory or [0.0] * n
     until, held = [0.0, *accumulate(times)], [0.0, *accumulate(memory)]
-    # end -> (slowest, sum of squares, sizes) of the best cut of the first `end` pieces; squares, so that the other stages are even too
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    best = {0: _Cut(0.0, 0.0, [])}   # end -> the best cut of the first `end` pieces into so many stages as were counted
     for _ in range(stages):
-        longer: dict[int, tuple[float, float, list[int]]] = {}
+        longer: dict[int, _Cut] = {}
         for end in range(1, n + 1):
-            fits = [(max(slow, t), squares + t * t, [*sizes, end - start]) for start, (slow, squares, sizes) in best.items()
-                    if start < end and held[end] - held[start] <= limit for t in [until[end] - until[start]]]
-            if fits:
-                longer[end] = min(fits)
+            fitting = [start for start in best if start < end and held[end] - held[start] <= limit]
+            if fitting:
+                longer[end] = min(best[start].with_stage(until[end] - until[start], end - start) for start in fitting)
         best = longer
     if n not in best:
         raise ConfigError(f"no cut into {stages} stages keeps each within {limit:g} of memory; the pieces need {sum(memory):g} in all, "
                           f"the largest {max(memory):g}: use more stages")
-    return best[n][2]
+    return best[n].sizes
 
 
 def multiplied_parameters(pieces: Sequence[Piece], numels: Mapping[str, int], tables: Container[str]) -> list[float]:
