@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import rankloom as rl
-from rankloom.base.float8 import STEP
+from rankloom.base.float8 import GRAIN
 from rankloom.models.config import MoEConfig
 from rankloom.models.loss import language_model_loss
-from rankloom.train.rules import FLOAT8_STEP, HAS_EFFECT, conflicts, float8_misfit
+from rankloom.train.rules import FLOAT8_GRAIN, HAS_EFFECT, conflicts, float8_misfit
 from rankloom.train.run.config import load_config
 
 OTHER = {"all_reduce": "ring", "compress": "int8", "compress_after": 3, "units": 5, "offload": True, "gradient_memory": 1,
@@ -93,6 +93,6 @@ def test_a_config_refuses_fp8_before_ranks_start_where_and_only_where_a_run_woul
             return str(error)
         return ""
 
-    assert STEP == FLOAT8_STEP
+    assert GRAIN == FLOAT8_GRAIN
     for error in rl.simulate(rl.Mesh(tensor=tensor), body):
         assert bool(error) == bool(float8_misfit(shape, tensor)), error

@@ -25,7 +25,7 @@ from rankloom.base.errors import ShapeMismatch
 from rankloom.base.triton import BUILDS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-STEP = 16            # matrix units need both dims of a weight, and the length of every sum, in multiples of this
+GRAIN = 16           # matrix units need both dims of a weight, and the length of every sum, in multiples of this
 TINY = 2.0**-100     # a smaller amax counts as this, so that a scale and its inverse fit fp32
 FRACTION = 23        # bits of an fp32's fraction
 BIAS = 127           # of its exponent
@@ -155,8 +155,8 @@ def scaled_product(a: Float8, b: Float8, out_dtype: torch.dtype, *, fast_accum: 
     laid out the same way, in fp32, where the product of two such numbers is exact.
     """
     m, n = a.data.shape[0], b.data.shape[1]
-    if n % STEP:
-        raise ShapeMismatch(f"a float8 product [{m}, {a.data.shape[1]}] @ [{a.data.shape[1]}, {n}]: the last dim must divide by {STEP}; "
+    if n % GRAIN:
+        raise ShapeMismatch(f"a float8 product [{m}, {a.data.shape[1]}] @ [{a.data.shape[1]}, {n}]: the last dim must divide by {GRAIN}; "
                             "keep this layer in bf16")
     left, right = _by_rows(a.data), _by_rows(b.data.t()).t()
     if not multiplies_float8(left.device):
@@ -188,7 +188,7 @@ def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _by_rows(data: Tensor) -> Tensor:
     """Contiguous, padded with zeros to a multiple of 16 columns."""
-    short = -data.shape[1] % STEP
+    short = -data.shape[1] % GRAIN
     if short:
         return F.pad(data.contiguous().view(torch.uint8), (0, short)).view(data.dtype)
     return data.contiguous()

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankloom.base.errors import ConfigError, did_you_mean
-from rankloom.base.float8 import E4M3, E5M2, STEP, BothWays, Float8, cast, cast_each, cast_twice, magnitude, magnitudes, scaled_product
+from rankloom.base.float8 import E4M3, E5M2, GRAIN, BothWays, Float8, cast, cast_each, cast_twice, magnitude, magnitudes, scaled_product
 from rankloom.base.names import full_name
 from rankloom.parallel.tensor.holding import holdings
 from rankloom.parallel.tensor.layers import ColumnLinear, RowLinear
@@ -359,8 +359,8 @@ def plan_float8(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, str]:
 
     def reason(name: str, layer: nn.Module) -> str:
         shape = held[full_name(name, "weight")].shape   # of the whole weight: the choice is that of one process
-        if any(n % STEP for n in shape):
-            return f"{_sizes(shape)} does not divide by {STEP}"
+        if any(n % GRAIN for n in shape):
+            return f"{_sizes(shape)} does not divide by {GRAIN}"
         if not all(shape):   # a dim of 0, and nothing to scale by
             return f"{_sizes(shape)} has no elements"
         if name == last:
@@ -380,13 +380,13 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 def _expect_even_parts(layers: Mapping[str, nn.Module], elsewhere: Group | None) -> None:
     """Raise when a dim of a part is no multiple of 16. Keeping such layers in bf16 silently would make results depend on the mesh."""
     shapes = {name: tuple(weight.shape) for name, layer in layers.items() if isinstance(weight := layer.weight, Tensor)}
-    found = [(name, _sizes(shape)) for name, shape in shapes.items() if any(n % STEP for n in shape)]
+    found = [(name, _sizes(shape)) for name, shape in shapes.items() if any(n % GRAIN for n in shape)]
     if elsewhere is not None:   # parts may differ by rank
         found = [uneven for of_rank in elsewhere.all_gather_object(found, label="parts of layers in fp8") for uneven in of_rank]
     if found:
         (first, sizes), keep = found[0], tuple(dict.fromkeys(re.sub(r"\d+", "*", name) for name, _ in found))
-        raise ConfigError(f"{first}: a rank's part of the weight is {sizes}, which does not divide by {STEP}. Use fewer tensor "
-                          f"ranks, or sizes that divide by {STEP} times their number, or let such layers stay in bf16, on any mesh: "
+        raise ConfigError(f"{first}: a rank's part of the weight is {sizes}, which does not divide by {GRAIN}. Use fewer tensor "
+                          f"ranks, or sizes that divide by {GRAIN} times their number, or let such layers stay in bf16, on any mesh: "
                           f"`dataclasses.replace(PRECISIONS['fp8'], float8=Recipe(keep={keep}))` as precision, of "
                           "rankloom.train.precision and rankloom.train.fp8")
 

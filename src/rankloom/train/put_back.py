@@ -105,7 +105,9 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _found_in(values: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
     """The containers among the values and in each other, and the plain tensors: subclasses may lack operators to copy them."""
-    containers, tensors, waiting, seen = list[Any](), list[Tensor](), list(values), set[int]()
+    containers: list[Any] = []
+    tensors: list[Tensor] = []
+    waiting, seen = list(values), set[int]()
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
@@ -113,7 +115,8 @@ def _found_in(values: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
         seen.add(id(value))
         if type(value) in (*CONTAINERS, tuple):
             waiting += _flat(value)
-            containers += [] if type(value) is tuple else [value]
+            if type(value) is not tuple:   # which cannot be refilled, and need not be
+                containers.append(value)
         elif type(value) is Tensor and value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized):
             tensors.append(value)
     return containers, tensors

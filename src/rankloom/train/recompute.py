@@ -368,7 +368,9 @@ def _expect_to_be_measured(block: str) -> None:
 
 def _cost(forward: RecomputedForward, args: Any, kwargs: Any) -> BlockCost:
     """Run the block once with each choice, on copies of its state. A choice that is left out is given a cost that is never the best."""
-    kept, work, product_work, buffers = {}, 0, 0, Before(forward.block).values
+    kept: dict[str, int] = {}
+    work = product_work = 0
+    buffers = Before(forward.block).values
     devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type == "cuda"}
     with uncounted(forward.block), arguments_unchanged(forward.block, tree_leaves((args, kwargs))):
         for choice in forward.choices(args, kwargs):

@@ -25,7 +25,7 @@ HAS_EFFECT = {
     "reshard_after_forward": Effect(True, (3,)),
     "ahead": Effect(1, (3,)),
 }
-FLOAT8_STEP = 16   # STEP of base/float8.py, which needs torch
+FLOAT8_GRAIN = 16   # GRAIN of base/float8.py, which needs torch
 WITHOUT_PIPE = ("gradient_memory", "reshard_after_forward", "ahead")
 NOT_DETERMINISTIC = {"all_reduce": "it adds in an order of its own", "compress": "what is lost depends on the number of ranks"}
 NOT_ONE_GRAPH = ('with compile wants each block in one graph, and no graph contains what ranks along context, tensor or expert exchange '
@@ -94,13 +94,13 @@ def float8_misfit(shape: GPTConfig, tensor: int) -> str:
     >>> float8_misfit(GPTConfig(width=24, heads=4, kv_heads=4), tensor=1)
     'width = 24 does not divide by 16, so no layer could be in 8 bits'
     """
-    if shape.width % FLOAT8_STEP:
-        return f"width = {shape.width} does not divide by {FLOAT8_STEP}, so no layer could be in 8 bits"
+    if shape.width % FLOAT8_GRAIN:
+        return f"width = {shape.width} does not divide by {FLOAT8_GRAIN}, so no layer could be in 8 bits"
     keys = max(1, shape.kv_heads // tensor) * shape.head_width   # a head is never cut
     whole = {"width": (shape.width, shape.width // tensor), "width of keys": (shape.kv_width, keys)}
     if shape.moe is None:   # experts are not cut over tensor ranks
         whole["ffn"] = (shape.ffn, shape.ffn // tensor)
     for name, (size, part) in whole.items():
-        if not size % FLOAT8_STEP and part % FLOAT8_STEP:
-            return f"{name} = {size} over [mesh] tensor {tensor} leaves {part} a rank, which does not divide by {FLOAT8_STEP}"
+        if not size % FLOAT8_GRAIN and part % FLOAT8_GRAIN:
+            return f"{name} = {size} over [mesh] tensor {tensor} leaves {part} a rank, which does not divide by {FLOAT8_GRAIN}"
     return ""

@@ -115,7 +115,8 @@ def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module,
     """
     if on_any(is_compiled(model)):
         return
-    trials, tried = list[Trial](), [SomeTokens(which) for which in (ALL, ALL, EVEN, ODD)]
+    trials: list[Trial] = []
+    tried = [SomeTokens(which) for which in (ALL, ALL, EVEN, ODD)]
     with evaluating(model), state_put_back(model):
         for some in tried:
             with torch.no_grad(), limited_to(some):   # as nothing is kept, the budget of a recompute sees none of it
@@ -125,7 +126,8 @@ def expect_sum_over_tokens(totals_of: Callable[[Any], Tensor], model: nn.Module,
     is_judged = math.isfinite(whole.loss + loss_of_halves) and abs(again.loss - whole.loss) <= EQUAL_IF_WITHIN * abs(whole.loss)
     adds_up = on_any(any(some.shows_rows for some in tried)) or abs(loss_of_halves - whole.loss) <= MEAN_IF_WITHIN * abs(whole.loss)
     wrong = is_judged and not (adds_up and abs(count_of_halves - whole.count) <= SAME_IF_WITHIN * whole.count)   # counts may be weights
-    group, said = world.group("context"), " and ".join(f"{half.loss:g} and {half.count:g}" for half in (even, odd))
+    group = world.group("context")
+    said = " and ".join(f"{half.loss:g} and {half.count:g}" for half in (even, odd))
     group.agree(f"rank {world.rank}: with {group.size} context ranks each computes the loss of its own tokens, but this is no sum over "
                 f"tokens: of a few tokens it gives {whole.loss:g} and counts {whole.count:g}, of their halves {said}. Sum over tokens, and "
                 "count those that it got values of, as `model(tokens, targets=targets)` does; or use one context rank" if wrong else None,

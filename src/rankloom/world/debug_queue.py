@@ -21,14 +21,14 @@ class Compared:
 
     def wait(self) -> None:
         """Block until it is done. raises: what went wrong"""
-        for work in _as_list(self._works.result()):
+        for work in works_in(self._works.result()):
             work.wait()
 
     def is_completed(self) -> bool:
         """Whether it has ended, with or without an error."""
         if not self._works.done():
             return False
-        return self._works.exception() is not None or all(work.is_completed() for work in _as_list(self._works.result()))
+        return self._works.exception() is not None or all(work.is_completed() for work in works_in(self._works.result()))
 
 
 class Queue:
@@ -95,5 +95,6 @@ def _with_settings_of_caller(start: Start) -> Start:
     return begin
 
 
-def _as_list(works: Any) -> list[Any]:
+def works_in(works: Any) -> list[Any]:
+    """What a `Start` has returned, as a list."""
     return works if isinstance(works, list) else [works]

@@ -17,7 +17,7 @@ from torch import Tensor
 from rankloom.base.errors import CollectiveMismatch
 from rankloom.world.debug import Fingerprint, call_site
 from rankloom.world.debug_messages import ADVICE, UNLIKE, End, Way
-from rankloom.world.debug_queue import Start
+from rankloom.world.debug_queue import Start, works_in
 
 RETURNED = "has returned from its body"
 
@@ -140,8 +140,7 @@ class Part:
     def before(self, start: Start) -> Start:
         """A start whose works begin with this part."""
         def begin(pg: Any) -> list[Any]:
-            works = start(pg)
-            return [self, *(works if isinstance(works, list) else [works])]
+            return [self, *works_in(start(pg))]
         return begin
 
     def wait(self) -> None:

@@ -36,7 +36,8 @@ def grid(timeline: Timeline, columns: int = 100, coloured: bool = True) -> Text:
 
     coloured: whether the terminal shows colours. Then a cell of one column shows its micro-batch, else its kind
     """
-    label, scale, rows = _label_width(timeline), _scale(timeline, columns), []
+    label, scale = _label_width(timeline), _scale(timeline, columns)
+    rows = []
     for rank, spans in enumerate(timeline.by_rank):
         row, at = Text(f"rank {rank}  ".rjust(label)), 0
         for span in spans:

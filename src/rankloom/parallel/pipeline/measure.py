@@ -100,7 +100,8 @@ def recorded_costs(steps: Sequence[Timeline], message: MeasuredMessage = NO_MESS
     Nearer to the truth than `stage_costs`: caches hold what other micro-batches left there, and all ranks compute at once. A stage whose
     backward is never in two parts has it all as `input`. message: as in `stage_costs`
     """
-    schedule, seconds = steps[0].schedule, defaultdict(list)
+    schedule = steps[0].schedule
+    seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)   # by kind and stage
     for _, (kind, stage, _), start, end in (span for step in steps for span in step.spans):
         seconds["I" if kind == "B" and stage not in schedule.split else kind, stage].append(end - start)
     forward, back, weight = ([median(seconds[kind, stage] or [0.0]) for stage in range(schedule.stages)] for kind in "FIW")

@@ -83,7 +83,8 @@ def make_local(model: nn.Module, chosen: ChosenPipe, group: Group, microbatches:
     """
     shapes = {name: param.shape for name, param in model.named_parameters() if param.requires_grad}
     sections, experts = frozenset(section_names(model, units)), tuple(expert_layers(model))
-    pieces, count = pieces_for(chosen, model, running), group.size * stages_a_rank(chosen.schedule, chosen.chunks)
+    pieces = pieces_for(chosen, model, running)
+    count = group.size * stages_a_rank(chosen.schedule, chosen.chunks)
     schedule = named_schedule(chosen.schedule, count, microbatches, chosen.chunks)
     schedule = schedule if sparing else send_gradients_first(schedule)
     runs = [_under_first_names(run, model) for run in in_runs(pieces, chosen.cut(pieces, count))]

@@ -76,7 +76,8 @@ def save_in_run(job: Job, engine: Engine) -> None:
     The tokenizer is written too: a resumed run could otherwise learn another one.
     raises: StorageError, on all ranks, when it cannot be written
     """
-    path, problem = job.run / FOLDER / f"step-{engine.steps_done:08}", None
+    path = job.run / FOLDER / f"step-{engine.steps_done:08}"
+    problem = None
     try:
         if job.world.rank == 0:
             job.run.mkdir(parents=True, exist_ok=True)
@@ -161,7 +162,8 @@ def say_how_to_resume(run: Path, steps_left: int) -> list[str]:
 
 def _find(job: Job, place: Path) -> tuple[Path, Mapping[str, Any]]:
     """The checkpoint to resume from, and its facts about its run. A collective. raises: DataError, on all ranks"""
-    problem, path, saved = None, place, dict[str, Any]()
+    path, problem = place, None
+    saved: Mapping[str, Any] = {}
     try:
         path = newest_checkpoint(place)
         with _naming_the_one_before(path):

@@ -232,9 +232,10 @@ class Wire:
             self._push(line)
         if may_read and not line.gone:
             self._pull(line)
-        self._look(line)
+        self._watch_for(line)
 
-    def _look(self, line: Line) -> None:
+    def _watch_for(self, line: Line) -> None:
+        """Set what the postman waits for on a connection."""
         is_full = self._mailbox.is_full(ASIDE)
         self._watch.look_for(line, reading=not (is_full or line.gone), writing=bool(line.outbox))
 
@@ -242,13 +243,13 @@ class Wire:
         """Resume reading connections that were left unread, if less is put aside now, or this rank waits for something."""
         if self._watch.unread and not self._mailbox.is_full(ASIDE):
             for line in [*self._watch.unread]:
-                self._look(line)
+                self._watch_for(line)
 
     def _put(self, line: Line, m: Message) -> None:
         line.outbox.append(m)
         if not line.is_full:
             self._push(line)
-            self._look(line)
+            self._watch_for(line)
 
     def _flush(self) -> bool:
         """Send what was queued to go with the next message. Returns whether there was anything."""
@@ -256,7 +257,7 @@ class Wire:
         for line in lines:
             if line.outbox and not line.is_full:
                 self._push(line)
-                self._look(line)
+                self._watch_for(line)
         return bool(lines)
 
     def _push(self, line: Line) -> None:
