@@ -48,7 +48,7 @@ DIMS = {1: ("elements",), 2: ("rows", "cols"), 3: ("experts", "rows", "cols")}
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RunOnPaper:
     """The run asked for, and what every rank holds."""
 
     config: Config
@@ -83,20 +83,20 @@ def show_layout(words: Sequence[str], *, ranks: int | None, ranks_per_host: int 
     hosts = find_hosts(config, ranks_per_host)
     if (size := config.mesh.as_mesh().size) > MANY:
         yield f"asking what each of {size} ranks holds, one after the other ..."
-    drawn = Drawn(config, shape, ranks_on_paper(config, shape), hosts)
-    yield drawn.title
-    yield drawn.note
-    yield table_of_ranks(drawn)
+    run = RunOnPaper(config, shape, ranks_on_paper(config, shape), hosts)
+    yield run.title
+    yield run.note
+    yield table_of_ranks(run)
     yield BYTES
     if config.train.offload:
         yield "offload: slices of parameters, gradients and optimizer state are in the host's memory"
-    if drawn.mesh.in_use():
-        yield table_of_groups(drawn)
-        yield table_of_parameters(drawn)
-    if config.train.stage and drawn.mesh.shard > 1:
-        yield f"each rank's optimizer updates 1/{drawn.mesh.shard} of these parts, a slice of each unit: see docs/sharding.md"
+    if run.mesh.in_use():
+        yield table_of_groups(run)
+        yield table_of_parameters(run)
+    if config.train.stage and run.mesh.shard > 1:
+        yield f"each rank's optimizer updates 1/{run.mesh.shard} of these parts, a slice of each unit: see docs/sharding.md"
     if out is not None:
-        yield save(draw_sheet(Scene(drawn.mesh, drawn.ranks, hosts, config.train.stage < 3, drawn.title, drawn.note)), out)
+        yield save(draw_sheet(Scene(run.mesh, run.ranks, hosts, config.train.stage < 3, run.title, run.note)), out)
 
 
 def read(words: Sequence[str], ranks: int | None) -> tuple[Config, GPTConfig]:
@@ -154,58 +154,58 @@ def find_hosts(config: Config, ranks_per_host: int | None) -> Sequence[Sequence[
 # ---------------------------------------------------------------------- tables
 
 
-def table_of_ranks(drawn: Drawn) -> Table:
+def table_of_ranks(run: RunOnPaper) -> Table:
     """A row for each rank: its place on the mesh, its share of the batch, its part of the model, its bytes."""
-    columns = {"rank": [str(part.rank) for part in drawn.ranks]}
-    if drawn.hosts:
-        columns["host"] = [str(_host(drawn.hosts, part.rank)) for part in drawn.ranks]
-    if axes := drawn.mesh.in_use():
-        columns[",\n".join(axes)] = [", ".join(str(part.coords[axis]) for axis in axes) for part in drawn.ranks]
-    if any(part.stages != (part.coords["pipe"],) for part in drawn.ranks):
-        columns["stages"] = [say_numbers(part.stages) for part in drawn.ranks]
-    columns["modules"] = [say_modules(modules_of(part)) for part in drawn.ranks]
-    if drawn.mesh.expert > 1:
-        found = [experts_of(part) for part in drawn.ranks]
+    columns = {"rank": [str(part.rank) for part in run.ranks]}
+    if run.hosts:
+        columns["host"] = [str(_host(run.hosts, part.rank)) for part in run.ranks]
+    if axes := run.mesh.in_use():
+        columns[",\n".join(axes)] = [", ".join(str(part.coords[axis]) for axis in axes) for part in run.ranks]
+    if any(part.stages != (part.coords["pipe"],) for part in run.ranks):
+        columns["stages"] = [say_numbers(part.stages) for part in run.ranks]
+    columns["modules"] = [say_modules(modules_of(part)) for part in run.ranks]
+    if run.mesh.expert > 1:
+        found = [experts_of(part) for part in run.ranks]
         total = next(total for _, total in filter(None, found))
         columns[f"experts\nof {total}"] = [say_numbers(held[0]) if held else "-" for held in found]
-    columns["rows"] = [say_numbers(part.rows) for part in drawn.ranks]
-    if drawn.mesh.context > 1:
-        columns["tokens"] = [", ".join(_span(span.start, span.stop) for span in part.tokens) for part in drawn.ranks]
-    kinds = [kind for kind in drawn.ranks[0].held if any(part.held[kind] for part in drawn.ranks)]
-    held = {SHORT[kind]: [part.held[kind] for part in drawn.ranks] for kind in kinds} | {"all": [part.total for part in drawn.ranks]}
+    columns["rows"] = [say_numbers(part.rows) for part in run.ranks]
+    if run.mesh.context > 1:
+        columns["tokens"] = [", ".join(_span(span.start, span.stop) for span in part.tokens) for part in run.ranks]
+    kinds = [kind for kind in run.ranks[0].held if any(part.held[kind] for part in run.ranks)]
+    held = {SHORT[kind]: [part.held[kind] for part in run.ranks] for kind in kinds} | {"all": [part.total for part in run.ranks]}
     for name, sizes in held.items():
         unit, cells = show_bytes_alike(sizes)
         columns[f"{name}\n{unit}"] = cells
     return _table(columns, gap=0)   # nine columns and more, for terminals of 80
 
 
-def table_of_groups(drawn: Drawn) -> Table:
+def table_of_groups(run: RunOnPaper) -> Table:
     """A row for each axis: its groups of ranks, what they exchange, and whether between hosts."""
     rows = []
-    for axis in drawn.mesh.in_use():
-        groups = list(dict.fromkeys(drawn.mesh.peers(part.rank, axis) for part in drawn.ranks))
+    for axis in run.mesh.in_use():
+        groups = list(dict.fromkeys(run.mesh.peers(part.rank, axis) for part in run.ranks))
         row = {"axis": f"{axis} {len(groups[0])}", "groups of ranks": _some([say_numbers(group) for group in groups])}
-        if drawn.hosts:
-            most = max(len({_host(drawn.hosts, rank) for rank in group}) for group in groups)
+        if run.hosts:
+            most = max(len({_host(run.hosts, rank) for rank in group}) for group in groups)
             row["between"] = "ranks of a host" if most == 1 else f"{most} hosts"
-        rows.append(row | {"what travels": TRAVELS[axis] + (TIED if axis == "pipe" and _is_tied_over_stages(drawn) else "")})
+        rows.append(row | {"what travels": TRAVELS[axis] + (TIED if axis == "pipe" and _is_tied_over_stages(run) else "")})
     return _table({name: [row[name] for row in rows] for name in rows[0]})
 
 
-def _is_tied_over_stages(drawn: Drawn) -> bool:
+def _is_tied_over_stages(run: RunOnPaper) -> bool:
     """Whether ranks along the pipe share an embedding: a V-shaped schedule has its first and last stage on one rank."""
-    return drawn.shape.tie and len({part.coords["pipe"] for part in drawn.ranks if "embedding" in modules_of(part)}) > 1
+    return run.shape.tie and len({part.coords["pipe"] for part in run.ranks if "embedding" in modules_of(part)}) > 1
 
 
-def table_of_parameters(drawn: Drawn) -> Table:
+def table_of_parameters(run: RunOnPaper) -> Table:
     """A row for each kind of parameter: how it is cut, and its different parts, in rank order."""
     found: dict[str, list[tuple[RankPart, ParameterPart]]] = {}
     first: dict[str, str] = {}
-    for part in drawn.ranks:
+    for part in run.ranks:
         for parameter in part.parameters:
             if first.setdefault(kind_of(parameter.name), parameter.name) == parameter.name:
                 found.setdefault(kind_of(parameter.name), []).append((part, parameter))
-    rows = [_parameter_row(kind, held, drawn.shape) for kind, held in found.items()]
+    rows = [_parameter_row(kind, held, run.shape) for kind, held in found.items()]
     return _table({name: [row[name] for row in rows] for name in rows[0]})
 
 

@@ -41,7 +41,8 @@ def known() -> Table:
 def find_schedule(name: str, stages: int | None, microbatches: int | None, chunks: int | None, costs: str | None = None) -> Schedule:
     """A schedule by name, also one made for the costs, or one from a .txt file. It is checked. raises: ConfigError"""
     if not name.endswith(".txt"):
-        stages, microbatches = (default if asked is None else asked for asked, default in ((stages, STAGES), (microbatches, MICROBATCHES)))
+        stages = STAGES if stages is None else stages
+        microbatches = MICROBATCHES if microbatches is None else microbatches
         if stages > MOST:
             raise ConfigError(f"--stages {stages}: expected at most {MOST}; a schedule of fewer looks alike")
         schedule = named_schedule(name, stages, microbatches, chunks, read_costs(costs, stages) if name in SEARCHED else None)

@@ -194,7 +194,8 @@ class Keyed(_DropoutNd):
 
     def _draw(self, keys: Tensor, kept: Tensor) -> Tensor:
         """Fill `kept` with the masks of lines. keys: of each line, int64 [lines]"""
-        columns, limit = kept.numel() // len(keys), min(round((1.0 - self.p) * 2**32) - 2**31, 2**31 - 1)
+        columns = kept.numel() // len(keys)
+        limit = min(round((1.0 - self.p) * 2**32) - 2**31, 2**31 - 1)   # coins are int32: below it lies a share 1 - p of them
         at_once = max(AT_ONCE.get(kept.device.type, AT_ONCE_ELSEWHERE) // columns, 1)
         for some, into in zip(keys.split(at_once), kept.view(len(keys), columns).split(at_once)):
             into.copy_(coins(some, columns) < limit)

@@ -22,18 +22,18 @@ def code_of(model: nn.Module) -> dict[str, str]:
     for kind in {type(module) for module in model.modules()}:
         if not kind.__module__.startswith("torch."):
             functions = [code for value in vars(kind).values() if (code := getattr(value, "__code__", None))]
-            digest = hashlib.sha256(repr(list(map(_parts, functions))).encode()).hexdigest()[:8]
+            digest = hashlib.sha256(repr(list(map(_contents, functions))).encode()).hexdigest()[:8]
             digests.setdefault(f"the code of {kind.__qualname__}", set()).add(digest)   # several classes may have one name
     return {name: " ".join(sorted(digests[name])) for name in sorted(digests)}
 
 
-def _parts(constant: Any) -> Any:
+def _contents(constant: Any) -> Any:
     """A function's bytecode and its constants, in a fixed order: that of a set differs between processes."""
     if isinstance(constant, CodeType):
-        return constant.co_code, constant.co_names, constant.co_varnames, list(map(_parts, constant.co_consts))
+        return constant.co_code, constant.co_names, constant.co_varnames, list(map(_contents, constant.co_consts))
     if isinstance(constant, frozenset):
         return sorted(map(repr, constant))
-    return list(map(_parts, constant)) if isinstance(constant, tuple) else repr(constant)
+    return list(map(_contents, constant)) if isinstance(constant, tuple) else repr(constant)
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,14 @@ class _Roles:
     extras: int | None
 
 
+class _Call(NamedTuple):
+    """A call of a module in the trial: its first argument, and its output."""
+
+    name: str
+    taken: Any
+    given: Any
+
+
 def _list_of_layers(model: nn.Module) -> str:
     """The name of the one `nn.ModuleList`, or else of the one `nn.Sequential`, that is in no other."""
     lists = _outermost(model, nn.ModuleList)
@@ -145,10 +153,10 @@ def _find_roles(model: nn.Module, layer_list: str, trial: Any, advice: str) -> t
     watched = {name: child for place in _path(layer_list) for name, child in _children(model, place).items()
                if name not in _path(layer_list)}
     firsts = {name: first_parameter(child) for name, child in watched.items()}
-    calls: list[tuple[str, Any, Any]] = []   # module, its first argument, its output
+    calls: list[_Call] = []
 
     def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, name: str) -> None:
-        calls.append((name, first_argument(args, kwargs, firsts[name]), output))
+        calls.append(_Call(name, first_argument(args, kwargs, firsts[name]), output))
 
     versions = {name: param._version for name, param in model.named_parameters()}
     with ExitStack() as hooks:
@@ -159,10 +167,10 @@ def _find_roles(model: nn.Module, layer_list: str, trial: Any, advice: str) -> t
     if changed:
         raise ConfigError(f"{type(model).__name__} changes {changed} when it is called, and no stage can change what another has; {ADVICE}")
     layers = tuple(_children(model, layer_list))
-    outputs = [given for name, _, given in calls if name in layers]
+    outputs = [call.given for call in calls if call.name in layers]
     changes = {*layers, *(name for name, child in watched.items() if has_parameters(child))}
-    changes |= {name for name, taken, given in calls if _shape(taken) and _shape(taken) == _shape(given)}
-    order = [name for name, _, _ in calls if name in changes]
+    changes |= {call.name for call in calls if _shape(call.taken) and _shape(call.taken) == _shape(call.given)}
+    order = [call.name for call in calls if call.name in changes]
     front, back = _around(order, layers, type(model).__name__)
     if not isinstance(outputs[0], Tensor | tuple | list):
         raise ConfigError(f"the layers of {type(model).__name__} return a {type(outputs[0]).__name__}, expected a tensor, or a tuple that "

@@ -8,7 +8,7 @@ older ones, have no such facts: then nothing is compared.
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rankloom.base.errors import DataError
 from rankloom.data.corpus import tokenizer_hash
@@ -64,9 +64,9 @@ def misfit_of_run(path: Path, saved: Mapping[str, Any], job: Job) -> str | None:
         return (f"{path}: was trained with another tokenizer (SHA-256 {before[:12]}..., this run's is {now[:12]}...), so its weights would "
                 f"take tokens for others. [data] tokenizer = {name!r}{learned}; give --data.tokenizer "
                 f"{file if file.exists() else 'with the tokenizer.json of that run'}")
-    for key, now, before in _differences(facts["model"], saved.get("model", {})):
-        flag = f"--model.moe {NONE}" if before == NONE else f"--model.{key} {_word(before)}"
-        return f"{path}: is of a model with [model] {key} = {before}, and this one has {now}; give {flag}"
+    if of_model := next(_differences(facts["model"], saved.get("model", {})), None):
+        flag = f"--model.moe {NONE}" if of_model.before == NONE else f"--model.{of_model.key} {_word(of_model.before)}"
+        return f"{path}: is of a model with [model] {of_model.key} = {of_model.before}, and this one has {of_model.now}; give {flag}"
     now, before = (settings.get("model.moe.bias_rate") for settings in (facts["settings"], saved.get("settings", {})))
     if None not in (now, before) and bool(now) != bool(before):   # any rate above 0: routers have biases, which are tensors of the model
         return (f"{path}: is of a model with{'' if before else 'out'} biases of routers, [model] moe.bias_rate = {before}, and this one "
@@ -88,12 +88,20 @@ def _is_tokenizer(file: Path, sha256: str) -> bool:
 def changes_of_run(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
     """The other settings that differ from those in `saved`: their old and new values in words, by name."""
     found = _differences(training_settings(config), saved.get("settings", {}))
-    return {key: f"{_word(before)} -> {_word(now)}" for key, now, before in found}
+    return {each.key: f"{_word(each.before)} -> {_word(each.now)}" for each in found}
 
 
-def _differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Key, new and old value of the settings in both that differ."""
-    return ((key, value, before[key]) for key, value in now.items() if key in before and before[key] != value)
+class Difference(NamedTuple):
+    """A setting that this run and that of a checkpoint have with other values."""
+
+    key: str
+    now: Any
+    before: Any
+
+
+def _differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[Difference]:
+    """The settings in both that differ."""
+    return (Difference(key, value, before[key]) for key, value in now.items() if key in before and before[key] != value)
 
 
 def _word(value: Any) -> str:

@@ -81,8 +81,9 @@ def _part_of(engine: Engine, held: Held, world: PaperWorld, config: Config) -> R
     if isinstance(placement, ShardedPlacement):
         split = replace(placement.split, tensor=world.group("tensor"), expert=world.group("expert"))
         if placement.group.size > 1:
-            of_engine, slices = slices, owned_slices(placement.sharding, world.group("shard").rank)
-            held = replace(held, optimizer=held.optimizer * _elements(slices) // _elements(of_engine))
+            of_this_rank = owned_slices(placement.sharding, world.group("shard").rank)
+            held = replace(held, optimizer=held.optimizer * _elements(of_this_rank) // _elements(slices))
+            slices = of_this_rank
     return RankPart(
         rank=world.rank, coords=world.mesh.coords(world.rank),
         stages=tuple(engine.pipeline.stages) if isinstance(engine, PipelineEngine) else (0,),
