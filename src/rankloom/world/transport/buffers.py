@@ -80,7 +80,7 @@ class Buffers:
                               f"({parts} x {stride:,}), {memory:,} are free on this host")
         ranks = [pid for *_, pid in asked].count(os.getpid())   # of this process: they may be threads
         # Each opens two files while a piece is mapped.
-        channel.do_together(lambda: make_room(2 * ranks, "a tensor in shared memory"), "buffer")
+        channel.do_together(lambda: make_room(2 * ranks, "a tensor in shared memory"))
         taken = {number for _, _, numbers, _ in asked for number in numbers}
         return next((number for number in REGIONS if number not in taken), 0)
 
@@ -93,10 +93,10 @@ class Buffers:
             return descriptor
 
         with contextlib.ExitStack() as files:   # the first rank must not close its own before the others have opened it
-            mine = channel.do_together(lambda: -1 if channel.rank else kept(create_memory(nbytes)), "buffer")
+            mine = channel.do_together(lambda: -1 if channel.rank else kept(create_memory(nbytes)))
             pid, number = channel.gather_json([os.getpid(), mine])[0]
             opened = lambda: kept(open_memory(pid, number, nbytes)) if channel.rank else mine
-            return channel.do_together(lambda: map_memory(opened(), nbytes), "buffer")
+            return channel.do_together(lambda: map_memory(opened(), nbytes))
 
     def _sweep(self) -> None:
         """Unmap pieces that were given back, unless a call may be reading them. The garbage collector may give back more, and call this."""

@@ -100,10 +100,10 @@ class Channel:
         all_texts = self._gather(torch.nn.functional.pad(mine, (0, max(lengths) - len(mine))))
         return [json.loads(bytes(text[:length].tolist())) for text, length in zip(all_texts, lengths)]
 
-    def do_together(self, step: Callable[[], T], label: str) -> T:
-        """What `step()` returns on this rank, once it has returned on all; what it raises on one rank, all raise. A collective.
+    def do_together(self, step: Callable[[], T]) -> T:
+        """A step of making a buffer. A collective. Returns what it returns on this rank, once it has returned on all.
 
-        raises: MemoryError, ConfigError, DeviceError, RankLost
+        raises: on all ranks, what it raises on one: MemoryError, ConfigError, DeviceError, RankLost
         """
         kinds = {kind.__name__: kind for kind in (MemoryError, ConfigError, DeviceError, RankLost)}
         problem, made = None, None
@@ -114,7 +114,7 @@ class Channel:
         for rank, theirs in zip(self.ranks, self.gather_json(problem)):
             if theirs:
                 kind_name, text = theirs
-                raise kinds[kind_name](f"{self.where(label)}, said rank {rank}: {text}")
+                raise kinds[kind_name](f"{self.where('buffer')}, said rank {rank}: {text}")
         return cast(T, made)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -110,10 +110,11 @@ def share_memory(channel: Channel, device: Device, nbytes: int) -> tuple[list[Te
         return mine
 
     try:
-        mine = channel.do_together(export, "buffer")
+        mine = channel.do_together(export)
         handles = channel.gather_json(handle)
-        return channel.do_together(lambda: [mine if rank == channel.rank else device.open(theirs, nbytes)
-                                            for rank, theirs in enumerate(handles)], "buffer"), handle
+        of_all = channel.do_together(lambda: [mine if rank == channel.rank else device.open(theirs, nbytes)
+                                              for rank, theirs in enumerate(handles)])
+        return of_all, handle
     except BaseException:
         if handle:   # nobody has submitted work on it yet
             device.give_back(handle)

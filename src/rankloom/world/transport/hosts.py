@@ -65,7 +65,7 @@ class HostsBuffers(Buffers):
         asked = self._channel.gather_json([*shape, str(dtype)])
         if any(other != asked[0] for other in asked):
             raise ShapeMismatch(f"{self._channel.where('buffer')}: ranks ask for different buffers: {asked}")
-        return self._channel.do_together(lambda: self._of_host.new(shape, dtype), "buffer")
+        return self._channel.do_together(lambda: self._of_host.new(shape, dtype))
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """None: the ranks of several hosts cannot map the same memory."""
