@@ -42,8 +42,7 @@ from rankloom.world.transport.profiled import profiled
 from rankloom.world.transport.sparse import all_reduce_sparse
 from rankloom.world.transport.work import DONE, AsBackend, Pending, PendingCollective, PendingMessage, Unwatched, Work, last_of
 
-Lengths = int | bytes
-Arguments = tuple[int, int, int, int, int, int, Lengths]
+Arguments = tuple[int, int, int, int, int, int, int | bytes]
 """Kind, number type, operation, root, address to read, address to write, lengths."""
 
 
@@ -267,7 +266,7 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
         if not len(output_splits) and not len(input_splits):   # not by their truth, which an array of numpy does not have
             operands.expect_size(target.numel(), given.numel(), where, "output")
             operands.expect_size(given.numel() % self.size(), 0, where, "input modulo ranks")
-            lengths: Lengths = given.nbytes // self.size()
+            lengths: int | bytes = given.nbytes // self.size()
         else:
             lengths = operands.lengths_table(*operands.cut_rows(given, input_splits, self.size(), where),
                                              *operands.cut_rows(target, output_splits, self.size(), where))
@@ -348,9 +347,10 @@ class SharedMemoryGroup(AsBackend, dist.ProcessGroup):
 
     def _start(self, call: Arguments, opts: Any, result: Sequence[Tensor], keep: Sequence[object] = (), *backs: Finish | None) -> Work:
         """Check one call, and make it, at once or in the background."""
-        if call[3]:
-            operands.expect_rank(call[3], self.size(), self._where(call[0]))
-        self._expect_here([*result, *keep], call[0])
+        kind, root = call[0], call[3]
+        if root:
+            operands.expect_rank(root, self.size(), self._where(kind))
+        self._expect_here([*result, *keep], kind)
         timeout = opts.timeout.total_seconds()   # 0: unset
         return self._make((*call, timeout if timeout > 0 else self.channel.timeout), opts.asyncOp, result, keep, [*filter(None, backs)])
 
