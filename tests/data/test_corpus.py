@@ -57,9 +57,10 @@ def test_a_single_text_gives_its_tail_cut_at_a_line_end(one, tmp_path):
     assert len(held[0]) / len(one.read_text()) == pytest.approx(0.25, abs=0.01)
 
 
-def test_a_text_of_one_line_is_cut_all_the_same(tmp_path):
+@pytest.mark.parametrize("line", ["x" * 1000, "x" * 999 + "\n"], ids=["open", "ended"])
+def test_a_text_of_one_line_is_cut_all_the_same(tmp_path, line):
     path = tmp_path / "line.txt"
-    path.write_text("x" * 1000)
+    path.write_text(line)
     corpus = prepare_corpus(path, tokenizer="bytes", validation=0.1, cache=tmp_path / "c")
     assert (len(corpus.train), len(corpus.validation)) == (901, 101)
 
@@ -78,6 +79,14 @@ def test_bpe_never_learns_from_validation_text(many, tmp_path, monkeypatch):
     assert held and not set(held) & set(learned)
 
 
+def test_bpe_learns_from_a_part_of_a_text_that_is_long(many, tmp_path, monkeypatch):
+    learned = []
+    monkeypatch.setattr(module, "BPE_CHARACTERS", 1000)
+    monkeypatch.setattr(module, "train_bpe", lambda texts, size: learned.extend(texts) or train_bpe(learned, size))
+    train, _ = parts(prepare_corpus(many, vocab_size=400, validation=0.2, cache=tmp_path / "c"))
+    assert "".join(learned) == "".join(train)[:1000]
+
+
 def test_the_second_time_nothing_is_encoded_or_trained(many, tmp_path, monkeypatch):
     first = prepare_corpus(many, vocab_size=400, cache=tmp_path / "c")
     for name in ("_encode", "train_bpe"):
@@ -91,14 +100,15 @@ def test_the_second_time_nothing_is_encoded_or_trained(many, tmp_path, monkeypat
 def test_a_change_of_text_split_or_tokenizer_is_never_served_from_the_cache(many, tmp_path, change):
     before = prepare_corpus(many, vocab_size=400, cache=tmp_path / "c")
     if change == "text":
-        (many / "00.txt").write_text("something else entirely\n" * 12)
+        for path in many.iterdir():   # as long as before, so as far as sizes tell it is the same split
+            path.write_text(path.read_text().replace("viel", "mehr"))
         change = {}
     after = prepare_corpus(many, **{"vocab_size": 400, "cache": tmp_path / "c", **change})
     assert not (np.array_equal(before.train, after.train) and np.array_equal(before.validation, after.validation))
 
 
 @pytest.mark.parametrize(("name", "content"), [
-    ("*.train.bin", "\0\0"), ("*.train.bin.json", ""), ("*.validation.bin.json", '{"dtype": "uint32"}'),
+    ("*.train.bin", "\0\0"), ("*.validation.bin", "\0\0"), ("*.train.bin.json", ""), ("*.validation.bin.json", '{"dtype": "uint32"}'),
     *(("*[!n].json", content) for content in ("", "{}", "[]", '{"dtype": "u2,,"}', '{"dtype": "uint16", "train": null}'))])
 def test_a_cache_damaged_by_a_crash_is_made_again(name, content, many, tmp_path):
     good = prepare_corpus(many, tokenizer="bytes", cache=tmp_path / "c")
@@ -235,8 +245,17 @@ def test_a_corpus_knows_its_split_again(one, many, tmp_path):
     ask = lambda source, **how: prepare_corpus(source, tokenizer="bytes", cache=tmp_path / "c", **how).split
     assert ask(one) == ask(one, seed=1) != ask(one, validation=0.2)   # the tail of one text is the same for each seed
     assert ask(many) != ask(many, seed=1)
-    arrays = []
-    for number, length in enumerate((100, 101)):
-        np.save(tmp_path / f"{number}.npy", np.arange(length, dtype=np.uint16))
-        arrays.append(prepare_corpus(tmp_path / f"{number}.npy", vocab_size=200).split)
-    assert len({ask(one), *arrays}) == 3
+
+
+def test_an_array_knows_its_split_again_by_its_length_its_two_ends_and_where_it_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SAMPLE", 10)   # tokens at each end
+    plain = np.arange(100, dtype=np.uint16)
+    first, last = (np.where(np.arange(100) == at, 7, plain) for at in (0, 99))
+    asked = [(plain, 0.05), (plain[:99], 0.05), (first, 0.05), (last, 0.05), (plain, 0.1)]
+
+    def split(number, tokens, validation):
+        np.save(tmp_path / f"{number}.npy", tokens)
+        return prepare_corpus(tmp_path / f"{number}.npy", vocab_size=200, validation=validation).split
+
+    known = [split(number, *each) for number, each in enumerate(asked)]
+    assert len(set(known)) == 5 and split("again", *asked[0]) == known[0]
