@@ -367,6 +367,30 @@ class Masked(Decoder):
         return x
 
 
+class Told(Decoder):
+    """A module without tensors tells each layer a number."""
+
+    class Share(nn.Module):
+        def forward(self, number):
+            return 1.0 / (number + 1)
+
+    def __init__(self):
+        super().__init__()
+        self.share = self.Share()
+
+    def layers(self, x):
+        for number, step in enumerate(self.body.steps):
+            x = step(x, self.share(number))
+        return x
+
+
+class AsksSizes(Decoder):
+    """Scales what goes into the layers by the width of its table."""
+
+    def layers(self, x):
+        return super().layers(x * self.body.table.embedding_dim ** 0.5)
+
+
 class AsksLayers(Decoder):
     """Reads a norm inside of a layer."""
 
@@ -524,8 +548,8 @@ def test_a_stage_calls_the_model_once_and_stages_of_any_sizes_in_a_row_are_the_m
             assert len(stage._runs) == 1
             value = stage(value)
         assert torch.equal(value["logits"], truth)
-    apart = Stage([pieces[1], pieces[3]])
-    assert len(apart._runs) == 2
+    apart, of_two_models = Stage([pieces[1], pieces[3]]), Stage([pieces[1], layer_pieces(Decoder())[2]])
+    assert len(apart._runs) == len(of_two_models._runs) == 2
 
 
 def test_trying_a_model_leaves_it_as_it_was():
@@ -534,6 +558,51 @@ def test_trying_a_model_leaves_it_as_it_was():
     layer_pieces(model)
     assert [name for name, module in model.named_modules() if not module.training] == ["out"]
     assert not any(module._forward_hooks for module in model.modules()) and all(param.grad is None for param in model.parameters())
+
+
+def test_a_piece_holds_nothing_of_a_call_that_is_over():
+    """Not of its trial either, which follows the zeros that stand for other pieces: each later call would add some."""
+    value = batches()[0][0]
+    for _, piece in layer_pieces(Decoder()):
+        value = piece(value)
+        assert piece.arriving is piece.leaving is piece.follow is None
+
+
+class Bare(nn.Module):
+    """Nothing before its layers, nothing behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_no_piece_is_empty():
+    assert [list(modules) for modules, _ in layer_pieces(Bare(), example=torch.ones(2, 6))] == [[f"layers.{n}"] for n in range(3)]
+
+
+class Apart(Layer):
+    """Uses an operation that no dispatch mode sees."""
+
+    def forward(self, x, scale):
+        return torch.ops.higher_order.run_and_save_rng_state(torch.ops.aten.tanh.default, super().forward(x, scale))[1]
+
+
+def test_a_layer_whose_operations_cannot_be_followed_is_tried_without():
+    model = Decoder()
+    model.body.steps[1] = Apart().double()
+    assert len(layer_pieces(model)) == 5
+
+
+def test_the_tokens_of_a_trial_are_in_the_smallest_of_a_model_s_tables():
+    model = Decoder()
+    model.body.table, model.places = nn.Embedding(3, 16).double(), nn.Embedding(64, 16).double()
+    model.widen.register_forward_hook(lambda _, args, x: x + model.places(torch.arange(x.shape[1])))
+    assert len(layer_pieces(model)) == 5
 
 
 class Counting(Layer):
@@ -572,7 +641,7 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind, reason):
         rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, kind()))
 
 
-@pytest.mark.parametrize("kind", [NoisyAround, Masked])
+@pytest.mark.parametrize("kind", [NoisyAround, Masked, Told, AsksSizes])
 def test_what_stays_inside_a_piece_is_not_refused(kind):
     model = kind()
     before = torch.get_rng_state()
@@ -684,6 +753,21 @@ def test_an_error_of_a_stage_says_as_which_parameters_it_was_given_the_batch():
         rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, copy.deepcopy(gpt2()), loss=loss).step(batch))
     (told,) = [note for note in caught.value.__notes__ if "by position" in note]
     assert "calls GPT2LMHeadModel" in told and "(input_ids, past_key_values)" in told and "wrap the model" in told
+
+
+class WeighedAndDropping(Weighed, Dropping):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "several", "width", "error", "says"), [
+    (WeighedAndDropping, True, 16, rl.ConfigError, "has not called"), (Decoder, False, 3, RuntimeError, "normalized_shape")])
+def test_an_error_of_ours_or_of_a_stage_that_was_given_one_tensor_says_nothing_of_parameters(kind, several, width, error, says):
+    tokens = batches()[0][0]
+    given = (tokens, tokens.double()) if several else tokens
+    _, stage = layer_pieces(kind(), lambda: given, given)[2]
+    with pytest.raises(error, match=says) as caught:
+        stage(torch.ones(ROWS, TOKENS, width, dtype=torch.float64))
+    assert not getattr(caught.value, "__notes__", []) and stage.arriving is None
 
 
 def test_a_model_that_lacks_an_argument_when_it_is_tried_is_told_of_the_example():
