@@ -629,6 +629,7 @@ def two_pieces(model):
 
 def distance(output, targets):
     assert targets.dtype == torch.float32, "only inputs are cast"
+    assert output.dtype == torch.float32, "the format of the output, in stages too"
     return (output - targets).square().sum(), len(targets)
 
 
@@ -691,6 +692,20 @@ def test_fp16_goes_with_pipe_and_every_other_axis(mesh, tie):
         assert [entry[1:] for entry in story] == [entry[1:] for entry in alone]
         assert [loss for loss, *_ in story] == pytest.approx([loss for loss, *_ in alone], rel=4 * 2**-11)
         assert story[3][0] < 0.95 * story[0][0]
+
+
+def test_a_pipeline_measures_its_first_scale_in_evaluation_mode():
+    """Else statistics would count the first micro-batch twice."""
+    def body(world):
+        model, training = TwoLayers(), []
+        model.first.register_forward_pre_hook(lambda module, _: training.append(module.training))
+        pipe = rl.Pipe(pieces=two_pieces, loss=lambda model: distance)
+        engine = rl.prepare(model, loss=lambda m, batch: distance(m(batch[0]), batch[1]), optimizer=adamw, world=world, precision="fp16",
+                            accumulate=2, pipe=pipe)
+        engine.step((torch.ones(4, 8), torch.ones(4, 4)))
+        return training.count(True)
+
+    assert rl.simulate(rl.Mesh(pipe=2), body) == [2, 0]
 
 
 def test_what_a_failed_schedule_leaves_is_in_no_later_gradient():

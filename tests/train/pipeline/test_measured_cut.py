@@ -184,7 +184,9 @@ def test_a_cut_that_makes_no_sense_is_refused(given, message):
 @pytest.mark.parametrize(("pipes", "message"), [
     ((rl.Pipe(pieces=layers, example=batch()), rl.Pipe(pieces=layers)), r"pipe is \('1f1b', None, None, None, False\), on rank 0 .*True"),
     ((rl.Pipe(pieces=layers, sizes=[2, 3]), rl.Pipe(pieces=layers, sizes=[3, 2])), r"pipe is \('1f1b', None, \[3, 2\], None, False\)"),
-    (("1f1b", "gpipe"), "pipe is 'gpipe', on rank 0 '1f1b'")], ids=["example", "sizes", "schedule"])
+    (tuple(rl.Pipe(pieces=layers, example=batch(), memory=memory) for memory in (1e9, 2e9)),
+     r"pipe is \('1f1b', None, None, 2000000000.0, True\)"),
+    (("1f1b", "gpipe"), "pipe is 'gpipe', on rank 0 '1f1b'")], ids=["example", "sizes", "memory", "schedule"])
 def test_ranks_that_would_cut_differently_all_say_so_and_none_waits(pipes, message):
     with pytest.raises(rl.ConfigError, match=f"rank 1 was given another way to train than rank 0: {message}"):
         rl.simulate(rl.Mesh(pipe=2), lambda world: prepared(world, made(), pipes[world.rank]))

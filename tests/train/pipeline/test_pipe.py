@@ -21,6 +21,7 @@ from rankloom.parallel.context.apply import own_tokens
 from rankloom.parallel.context.rows import KINDS
 from rankloom.parallel.pipeline.cut import balance, multiplied_parameters, sequential_pieces
 from rankloom.train.nested import map_tensors
+from rankloom.train.precision import precision_named
 from token_rows import token_batches
 
 BOUND = 1e-12
@@ -78,6 +79,13 @@ def targets_by_position(model, batch):
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_our_gpt_in_stages_takes_any_loss_of_one_process(loss, tie):
     expect_equal(rl.Mesh(pipe=2), gpt(tie=tie), loss, token_batches(ROWS, TOKENS, VOCAB))
+
+
+def test_a_frozen_matrix_may_be_in_two_stages_which_exchange_no_gradient_of_it(monkeypatch):
+    monkeypatch.setattr("rankloom.train.pipeline.stages.sum_tied", None)
+    model = gpt(tie=True)
+    model.embedding.requires_grad_(False)
+    expect_equal(rl.Mesh(pipe=2, shard=2), model, of_targets, token_batches(ROWS, TOKENS, VOCAB), stage=3)
 
 
 @pytest.mark.parametrize(("mesh", "words"), [
@@ -311,6 +319,13 @@ def test_a_module_may_stand_in_a_sequence_twice(tied, pipe, schedule):
     expect_equal(rl.Mesh(pipe=pipe), model.double(), of_classes, float_batches(), pipe=schedule)
 
 
+def test_stages_may_have_the_same_layers_in_another_order():
+    torch.manual_seed(4)
+    first, second, act = nn.Linear(16, 16), nn.Linear(16, 16), nn.Tanh()
+    model = nn.Sequential(nn.Linear(WIDTH, 16), first, act, second, act, second, act, first, act, nn.Linear(16, CLASSES)).double()
+    expect_equal(rl.Mesh(pipe=2), model, of_classes, float_batches(), pipe=rl.Pipe(sizes=[3, 3]))
+
+
 class Boxes(nn.Module):
     def __init__(self, box):
         super().__init__()
@@ -411,6 +426,23 @@ def test_a_parameter_or_buffer_that_no_piece_has_is_named(make, pipe, name):
         rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches(), pipe=pipe))
 
 
+def test_a_constant_that_is_not_saved_may_be_in_no_piece():
+    torch.manual_seed(4)
+    model = Scaled().double()
+    model.register_buffer("scale", torch.ones(1), persistent=False)
+    expect_equal(rl.Mesh(pipe=2), model, of_classes, float_batches())
+
+
+@pytest.mark.parametrize(("policy", "kinds"), [("none", "IW"), ("full", "B")])
+def test_weight_gradients_wait_until_the_input_gradient_is_sent_unless_memory_is_spared(policy, kinds):
+    """They would keep their factors meanwhile, which recompute has just made again."""
+    def body(world):
+        engine = rl.prepare(gpt(), loss=of_logits, optimizer=adamw, world=world, accumulate=2, recompute=policy)
+        return {action.kind for action in engine.pipeline.schedule.ranks[1] if action.kind in ("B", "I", "W")}
+
+    assert rl.simulate(rl.Mesh(pipe=2), body) == [set(kinds)] * 2
+
+
 @pytest.mark.parametrize("mode", [True, False])   # either way it is trained in training mode
 def test_a_norm_whose_statistics_several_ranks_would_keep_is_refused(mode):
     """Each followed what it saw itself, and an evaluation used the averages of a part of the uses."""
@@ -421,11 +453,13 @@ def test_a_norm_whose_statistics_several_ranks_would_keep_is_refused(mode):
         rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, copy.deepcopy(model).train(mode), of_classes, float_batches()))
 
 
-def test_a_norm_that_is_held_in_evaluation_mode_may_be_used_on_several_ranks():
-    norm = nn.BatchNorm1d(WIDTH)
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_norm_that_counts_nothing_or_is_held_in_evaluation_mode_may_be_used_on_several_ranks(counts):
+    norm = nn.BatchNorm1d(WIDTH, track_running_stats=counts)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Tanh(), nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, CLASSES)).double()
-    norm.running_mean.fill_(0.1)
-    norm.eval()
+    if counts:
+        norm.running_mean.fill_(0.1)
+        norm.eval()
     expect_equal(rl.Mesh(pipe=2), model, of_classes, float_batches())
 
 
@@ -451,9 +485,11 @@ def test_dropout_that_several_stages_use_is_refused_as_each_would_begin_with_the
         rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, sharing_dropout(0.5), of_classes, float_batches(), pipe=pipe))
 
 
-@pytest.mark.parametrize(("sizes", "p"), [([2, 2], 0.0), ([3, 1], 0.5)])
-def test_dropout_that_drops_nothing_or_is_used_in_one_stage_may_be_shared(sizes, p):
-    expect_equal(rl.Mesh(pipe=2), sharing_dropout(p), of_classes, float_batches(), pipe=rl.Pipe(sizes=sizes))
+@pytest.mark.parametrize(("sizes", "p", "mode"), [([2, 2], 0.0, True), ([2, 2], 0.5, False), ([3, 1], 0.5, True)])
+def test_dropout_that_drops_nothing_or_is_used_in_one_stage_may_be_shared(sizes, p, mode):
+    model = sharing_dropout(p)
+    model[0].dropout.train(mode)
+    expect_equal(rl.Mesh(pipe=2), model, of_classes, float_batches(), pipe=rl.Pipe(sizes=sizes))
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
@@ -720,6 +756,14 @@ def test_stages_of_a_language_model_multiply_with_equally_many_parameters():
         return sorted({name.split(".")[1] for name, _ in engine.model.named_parameters() if name.startswith("blocks")})
 
     assert rl.simulate(rl.Mesh(pipe=2, tensor=2), body) == [["0", "1", "2", "3"]] * 2 + [["4", "5"]] * 2
+
+
+def test_a_tied_parameter_is_counted_whole_under_each_of_its_names():
+    """One that is left out counts as what a tensor rank holds of it, and these may hold unequal parts."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4))
+    model[1].weight = model[0].weight
+    chosen = rl.Pipe.of(None, model, of_classes, precision_named(None))
+    assert chosen.numbers == {"0.weight": 12, "0.bias": 4, "1.weight": 12, "1.bias": 4}
 
 
 def test_pieces_that_begin_without_a_table_count_alike():

@@ -181,7 +181,8 @@ class PipelinePlacement(SplitPlacement):
         self._tied: dict[str, Gradient] = {}
         for gradient in sharding.gradients():
             for name, param in gradient.unit.params.items():
-                self._tied |= {name: gradient} if len(local.holders[name]) > 1 and param.requires_grad else {}
+                if len(local.holders[name]) > 1:
+                    self._tied[name] = gradient
                 if name in self._tied or param.dtype != gradient.unit.formats.reduce:
                     hook_gradient(param, gradient.land, name)
 
