@@ -236,6 +236,15 @@ class InAList(Decoder):
         return x
 
 
+class InATriple(InAList):
+    kind = staticmethod(lambda values: (*values, None))
+
+    def layers(self, x):
+        for step in self.body.steps:
+            x, _, _ = step(x, 0.5)
+        return x
+
+
 class InADict(InAList):
     kind = staticmethod(lambda values: dict(enumerate(values)))
 
@@ -381,6 +390,15 @@ class Told(Decoder):
     def layers(self, x):
         for number, step in enumerate(self.body.steps):
             x = step(x, self.share(number))
+        return x
+
+
+class Copies(Decoder):
+    """Hands a copy from layer to layer, in training or not."""
+
+    def layers(self, x):
+        for step in self.body.steps:
+            x = step(x, 1.0).clone()
         return x
 
 
@@ -641,7 +659,7 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(kind, reason):
         rl.simulate(rl.Mesh(pipe=2), lambda world: prepare(world, kind()))
 
 
-@pytest.mark.parametrize("kind", [NoisyAround, Masked, Told, AsksSizes])
+@pytest.mark.parametrize("kind", [NoisyAround, Masked, Copies, Told, AsksSizes, InATriple])
 def test_what_stays_inside_a_piece_is_not_refused(kind):
     model = kind()
     before = torch.get_rng_state()
@@ -674,6 +692,12 @@ def test_a_model_that_fails_while_it_is_tried_is_refused_with_its_own_error():
     with pytest.raises(rl.ConfigError, match=reason) as caught:
         layer_pieces(AsksLayers())
     assert isinstance(caught.value.__cause__, AttributeError)
+
+
+def test_a_stage_of_several_pieces_calls_a_module_of_others_by_its_class():
+    (_, first), (_, second) = layer_pieces(Decoder())[1:3]
+    with pytest.raises(AttributeError, match="it reads `missing` of a Linear, which is on another stage"):
+        _ = first.then(second).shells[0].out.missing
 
 
 def test_who_has_given_an_example_is_not_told_to_give_one():
