@@ -63,6 +63,12 @@ def test_int8_ends_near_the_exact_run_at_every_stage_and_on_every_axis(mesh, sta
 
 
 @MESHES
+def test_gradients_are_weighed_by_the_items_of_the_step_on_every_axis(mesh, stage):
+    factors = rl.simulate(mesh, lambda world: trained(world, stage, steps=1, compress="int8").placement.summing.factor)
+    assert factors == [1 / (12 * 16)] * mesh.size
+
+
+@MESHES
 @pytest.mark.parametrize("compress", ["1bit", "int4"])
 def test_copies_of_parameters_keep_the_same_bits_on_all_ranks(mesh, stage, compress):
     """Blocks of other values round a copy differently: norms of tensor ranks, the tied embedding of a pipeline, replicas."""
