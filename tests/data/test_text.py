@@ -72,7 +72,9 @@ def test_a_bad_json_line_is_named_by_its_own_column(tmp_path, end):
         read(path)
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, lambda _: b"PK\x03\x04\xff",
+                                      lambda _: b"\x28\xb5\x2f\xfd"],
+                         ids=["gzip", "bzip2", "xz", "zip", "zstd"])
 def test_a_compressed_file_is_called_so_and_not_text_in_another_encoding(tmp_path, compress):
     for name in ("text.txt.gz", "lines.jsonl"):
         path = tmp_path / name
@@ -158,13 +160,13 @@ def test_shakespeare_gives_the_plays_in_modern_spelling_only(tmp_path, monkeypat
 
 
 def test_a_survey_changes_with_every_name_and_every_character(tmp_path):
-    (tmp_path / "a.txt").write_text("ab")
+    (tmp_path / "a.txt").write_text("a\u00fc")
     (tmp_path / "b.txt").write_text("c")
     first = survey(tmp_path)
-    assert first.sizes == (2, 1)
+    assert first.sizes == (2, 1), "in characters"
     assert survey(tmp_path) == first
     (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.txt").write_text("bc")
+    (tmp_path / "b.txt").write_text("\u00fcc")
     moved = survey(tmp_path)
     (tmp_path / "b.txt").rename(tmp_path / "c.txt")
     assert len({first.fingerprint, moved.fingerprint, survey(tmp_path).fingerprint}) == 3
@@ -192,7 +194,8 @@ def test_linked_folders_are_read_too_each_folder_once(tmp_path):
     (elsewhere / "b.txt").write_text("b")
     for name, to in (("one", elsewhere), ("two", elsewhere), ("back", mine)):
         (mine / name).symlink_to(to)
-    assert read(mine) == [("a.txt", "a"), ("one/b.txt", "b")]
+    (mine / "gone.txt").symlink_to("nowhere")
+    assert read(mine) == [("a.txt", "a"), ("one/b.txt", "b")], "and none of a link that leads nowhere"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")

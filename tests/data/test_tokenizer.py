@@ -128,6 +128,17 @@ def test_lengths_that_a_file_from_elsewhere_asks_for_neither_cut_nor_fill_up_tex
     assert [tokens.tolist() for tokens in load_tokenizer(path).encode_batch(SAMPLE)] == [BPE.encode(text) for text in SAMPLE]
 
 
+def test_a_tokenizer_from_elsewhere_adds_nothing_to_a_text_and_ends_it_as_ours_do(tmp_path):
+    """As those of Llama, which begin every text with a token."""
+    inner = train_bpe(SAMPLE, 400).inner
+    inner.add_special_tokens(["</s>", "<s>"])
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", inner.token_to_id("<s>"))])
+    inner.save(str(tmp_path / "model.json"))
+    loaded = load_tokenizer(tmp_path / "model.json")
+    assert loaded.encode(SAMPLE[0]) == loaded.encode_batch(SAMPLE)[0].tolist() == BPE.encode(SAMPLE[0])
+    assert loaded.eot == BPE.eot
+
+
 def test_numbers_with_gaps_fit_in_the_vocabulary(tmp_path):
     words = {"<|endoftext|>": 0, "[UNK]": 1, "a": 70_000, "b": 70_003}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))

@@ -49,6 +49,7 @@ def test_metrics_are_not_held_whole_in_memory(tmp_path):
 @pytest.mark.parametrize(("damaged", "how"), [
     (b"oops", "not a JSON object"), (b'"oops"', "not a JSON object"), (b'{"loss": 2.0, "s\xf4ep": 7}', "not a JSON object"),
     (b'{"event": "Evaluated", "loss": 2.0, "stdp": 7}', "lacks the step or its loss"),
+    (b'{"event": "StepDone", "step": 2}', "lacks the step or its loss"),
 ])
 def test_a_damaged_line_in_the_middle_is_named(tmp_path, damaged, how):
     write(tmp_path, STEP)

@@ -150,7 +150,7 @@ def test_without_a_terminal_lines_are_few_and_the_last_step_is_among_them():
 
 
 def test_a_line_without_a_terminal_is_not_broken_at_its_width():
-    assert len(run([(0, done(1))]).splitlines()) == 1
+    assert len(run([(0, done(1))]).splitlines()) == len(run([(0, Notice(0, "a long path " * 9))]).splitlines()) == 1
 
 
 def test_evaluations_files_and_notices_are_always_told():
