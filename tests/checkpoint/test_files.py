@@ -1,5 +1,6 @@
 """Files of a checkpoint: what was written is read in any other boxes, and what is damaged or half there is refused."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -131,6 +132,13 @@ def test_one_save_at_a_time_has_a_folder_whatever_a_killed_one_has_left_there(tm
     with sole_writer(tmp_path), pytest.raises(StorageError, match="another job is saving into this folder"), sole_writer(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_a_save_leaves_no_file_open(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    with sole_writer(tmp_path):
+        save(tmp_path, [[whole("w", torch.zeros(3))]])
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_lock_that_its_holder_removed_while_another_opened_it_is_none(tmp_path, monkeypatch):
