@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,12 +96,19 @@ def test_a_conjugate_is_written_as_it_reads(tmp_path):
 
 
 def test_a_manifest_of_something_else_is_not_overwritten(tmp_path):
-    expect_free(tmp_path)
+    (tmp_path / "file").touch()
+    for nothing in (tmp_path, tmp_path / "file"):
+        expect_free(nothing)
     save(tmp_path, [[whole("w", torch.zeros(3))]])
     expect_free(tmp_path)
     (tmp_path / "manifest.json").write_text('{"name": "my app"}')
     with pytest.raises(ConfigError, match="not of a checkpoint that can be read, so it is not overwritten"):
         expect_free(tmp_path)
+    (tmp_path / "manifest.json").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="so it is not overwritten"):
+        expect_free(tmp_path)
+    with pytest.raises(DataError, match="manifest.json: cannot be read"):
+        read_manifest(tmp_path)
 
 
 def test_a_disk_that_syncs_no_folders_and_keeps_old_files_has_the_new_checkpoint(tmp_path, monkeypatch):
@@ -241,6 +249,28 @@ def test_a_file_that_was_changed_cut_short_or_removed_is_noticed(tmp_path):
     path.unlink()
     with pytest.raises(DataError, match="is not here: the checkpoint is damaged; copy it again from where it is whole, or take another"):
         read_manifest(tmp_path)
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_manifest_has_its_name_and_then_the_name_is(tmp_path, monkeypatch):
+    synced, real = [], os.fsync
+
+    def note(handle):
+        synced.append((Path(os.readlink(f"/proc/self/fd/{handle}")).name, (tmp_path / "manifest.json").exists()))
+        real(handle)
+
+    monkeypatch.setattr(files.os, "fsync", note)
+    save(tmp_path, [[whole("w", torch.zeros(3))]])
+    (data, *before), (manifest, *then), (folder, *after) = synced
+    assert (data, folder) == (file_name(TOKENS[0], 0), tmp_path.name) and manifest.startswith(".manifest.json.")
+    assert [before, then, after] == [[False], [False], [True]]
+
+
+def test_a_file_that_is_none_of_safetensors_is_named_as_it_is_read(tmp_path):
+    manifest = save(tmp_path, [[part := whole("w", torch.zeros(3))]])
+    path = tmp_path / manifest.files[0].name
+    path.write_bytes(bytes(path.stat().st_size))
+    with Reader(tmp_path, manifest) as reader, pytest.raises(DataError, match=f"{path.name}: w cannot be read"):
+        reader.fill(part)
 
 
 @pytest.mark.parametrize("name", ["../{}", "{}/", "other.safetensors"])

@@ -29,6 +29,11 @@ def test_what_all_ranks_have_is_written_once_and_by_each_an_even_share():
     assert [len(share) for share in shares] == [2, 2, 2, 2]
 
 
+def test_shares_are_even_in_bytes_not_in_elements():
+    parts = announce([part("wide", (100,), [(0, 100)], torch.float64), *(part(f"w{i}", (100,), [(0, 100)]) for i in range(2))])
+    assert assign_writers([parts, parts]) == [[0], [1, 2]]
+
+
 def test_a_copy_that_is_cut_in_another_way_is_nobodys_to_write():
     announced = [announce([part("w", (4,), [(0, 4)])]), announce([part("w", (4,), [(1, 4)], is_copy=True)])]
     assert assign_writers(announced) == [[0], []]
@@ -66,6 +71,12 @@ def test_pieces_that_are_not_each_element_once_are_refused(pieces):
 def test_a_piece_in_no_file_is_refused(file):
     made = replace(manifest(), tensors={"w": SavedTensor(torch.float32, (), [StoredBox(file, ())])})
     with pytest.raises(DataError, match=f"here: has a piece of w in file {file} of 2"):
+        from_json(to_json(made), "here")
+
+
+def test_a_dtype_that_torch_does_not_have_is_refused():
+    made = replace(manifest(), tensors={"w": SavedTensor("torch.float33", (4, 2), [])})
+    with pytest.raises(DataError, match="here: is no manifest of a checkpoint .*float33"):
         from_json(to_json(made), "here")
 
 
