@@ -71,6 +71,22 @@ def test_text_grows_past_the_models_length(model):
     assert torch.equal(long_prompt[:, 40], model(prompt(length=40)[:, -16:])[:, -1].argmax(-1))
 
 
+def test_a_model_of_one_token_forgets_all_but_the_last_one():
+    model = GPT(dataclasses.replace(TINY, seq_len=1), dtype=torch.float64)
+    out = generate(model, prompt(length=1), max_new_tokens=3, temperature=0)
+    assert torch.equal(out[:, 3], model(out[:, 2:3])[:, -1].argmax(-1))
+
+
+def test_prompts_may_be_of_32_bits_and_any_token_may_end_a_row(model):
+    assert torch.equal(generate(model, prompt().int(), max_new_tokens=4), generate(model, prompt(), max_new_tokens=4))
+    assert generate(model, prompt(), max_new_tokens=4, stop=0).shape[0] == 2
+
+
+def test_with_a_cache_the_logits_of_a_long_prompt_are_those_of_its_last_token_only(model):
+    last = model(prompt(), caches=new_caches(model))
+    torch.testing.assert_close(last, model(prompt())[:, -1:], rtol=1e-11, atol=1e-11)   # fp64, other kernels
+
+
 def test_top_k_draws_among_the_k_likeliest_only():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     drawn = {int(choose_token(logits, 5.0, 2, [torch.Generator().manual_seed(s)])) for s in range(60)}
