@@ -1,6 +1,7 @@
 """Work on its way: when it has ended, and who is told what of it."""
 
 import datetime
+import functools
 import threading
 import time
 import weakref
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 import rankloom as rl
-from conformance.ranks import Ranks
-from patience import AT_ONCE, no_thread_is_left
+from conformance.ranks import Ranks, seconds
+from patience import AT_ONCE, no_thread_is_left, wait_until
 from rankloom.base.errors import CollectiveTimeout, ConfigError
 from rankloom.world.transport.through_host import HostWork
 from rankloom.world.transport.work import DONE, FEW, Unwatched
@@ -78,11 +79,41 @@ def test_everyone_who_asks_hears_what_went_wrong_as_results_were_brought_home(ra
     assert work.is_completed() and not work.is_success()
 
 
+def test_a_work_that_has_ended_keeps_nothing_alive_but_its_result(ranks):
+    class Scratch:
+        pass
+
+    work, scratch = ranks.groups[0].allreduce([x := torch.ones(1)], ASYNC), Scratch()
+    work.stand_for([], [x], functools.partial(id, scratch))
+    seen, scratch = weakref.ref(scratch), None
+    ranks.groups[1].allreduce([torch.ones(1)], ASYNC)
+    assert work.wait() and seen() is None and work.result() == [x]
+
+
 def test_a_message_waited_for_by_cpp_which_says_zero_for_no_time_out_has_that_of_the_group():
     world = Ranks(2, 0.3)
     with pytest.raises(CollectiveTimeout, match="recv .*within its timeout of 0.3 s: rank 1"):
         world.groups[0].recv([torch.ones(4)], 1).wait(datetime.timedelta(0))
     world.close()
+
+
+@pytest.mark.parametrize(("what", "expected"), [("a collective", 3.0), ("a message", 2.0)])
+def test_what_ends_in_the_moment_in_which_a_wait_for_it_is_over_has_ended_well(ranks, what, expected):
+    def begin(rank):
+        group, x = ranks.groups[rank], torch.full((2, 2), rank + 1.0).T   # in a layout for which results are brought home
+        message = group.send if rank else group.recv
+        return x, message([x], 1 - rank) if what == "a message" else group.allreduce([x], ASYNC)
+
+    def late(limit):
+        why = look(0.0)
+        if not came:
+            came.append(begin(1))
+            wait_until(work._has_ended)
+        return why
+
+    came, (x, work) = [], begin(0)
+    look, work._await = work._await, late
+    assert work.wait(seconds(0.01)) and x.tolist() == [[expected] * 2] * 2 and work.is_success()
 
 
 def test_what_came_through_the_host_is_brought_once_whoever_waits_again():

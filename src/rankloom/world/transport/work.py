@@ -151,8 +151,11 @@ class Pending(Work):
         with self._lock:
             if self._ended:
                 return
+            is_late = why == TIMED_OUT and not self._has_ended()
+            if why == TIMED_OUT and not is_late:   # it may have ended after that wait, and well
+                why = self._await(0.0)
             error = self._channel.explain(why, self.label, self.timeout if seconds == FOREVER else seconds, self.peers) if why else None
-            if error and why == TIMED_OUT and not self._has_ended():
+            if error and is_late:
                 raise error   # only this wait is over, not the work
             # Copy results only when nothing can still write to their buffers. Set `_ended` last: other threads read it.
             self._error = error or self._bring_home()
