@@ -65,6 +65,7 @@ DTYPES = list(operands.NUMBERS)   # torch dtypes by number
 OPS = range(8)
 LONG = 60.0                       # seconds: a time-out that no test waits for
 WINDOW = 4096                     # small, so that few bytes are several windows
+NOBODY = 1 << 30                  # a number that no process has
 
 without_c = pytest.mark.skipif(not compiled, reason=f"the C kernel is not built: {missing}")
 both_kernels = pytest.mark.parametrize("kernel", [pytest.param(fallback, id="python"), pytest.param(compiled, id="C", marks=without_c)])
@@ -360,6 +361,86 @@ def test_inputs_in_shared_regions_give_the_same_results(kernel, p, all_in_region
         assert (x[r] == 7).all()
 
 
+def shared_by(team: Team, shared: np.ndarray, ranks: Any = None) -> None:
+    """Let ranks, by default all, know that each has a row of `shared`."""
+    for rank in team.links if ranks is None else ranks:
+        team.links[rank].add_region(1, at(shared), shared[0].nbytes)
+
+
+LANES = {   # bytes: where the lanes of rank 0 and of rank 1 begin in their rows, and their lengths
+    "end to end": ([0, 20_000], [0, 30_000], [20_000, 5_000], [30_000, 7]),
+    "with a gap": ([0, 20_008], [0, 30_016], [20_000, 5_000], [30_000, 7]),
+    "not from the beginning": ([8, 20_008], [16, 30_016], [20_000, 5_000], [30_000, 7]),
+}
+
+
+@both_kernels
+@pytest.mark.parametrize("lanes", LANES)
+def test_lanes_in_shared_regions_are_found_wherever_they_lie(kernel, lanes):
+    *begins, first, second = LANES[lanes]
+    lengths, given = [first, second], np.random.default_rng(0).integers(0, 256, (2, 40_000), np.uint8)
+    shared = np.frombuffer(mmap.mmap(-1, given.nbytes), np.uint8).reshape(given.shape)
+    shared[:] = given
+    out = [np.zeros(first[r] + second[r], np.uint8) for r in range(2)]
+    with Team(kernel, 2) as team:
+        shared_by(team, shared)
+        assert team.each(lambda link, r: run(link, ALL_TO_ALL, shared[r], out[r], rows(
+            begins[r], lengths[r], [0, first[r]], [first[r], second[r]]))) == [FINE] * 2
+    for r in range(2):
+        np.testing.assert_array_equal(out[r], np.concatenate([given[f, begins[f][r]:][:lengths[f][r]] for f in range(2)]))
+
+
+@both_kernels
+@pytest.mark.parametrize("kind", [ALL_REDUCE, ALL_TO_ALL])
+def test_an_input_in_a_shared_region_is_not_overwritten_while_others_read_it(kernel, kind):
+    """A sum that goes elsewhere leaves it as it was; rows that go to each other's places are read before they are written."""
+    given = np.stack([numbers_of(r, 1 << 15) for r in range(2)])
+    shared = np.frombuffer(mmap.mmap(-1, given.nbytes), np.int32).reshape(given.shape)
+    shared[:] = given
+    out = np.zeros_like(given) if kind == ALL_REDUCE else shared
+    with Team(kernel, 2) as team:
+        shared_by(team, shared)
+        nbytes = shared[0].nbytes // (1 if kind == ALL_REDUCE else 2)
+        assert team.each(lambda link, r: run(link, kind, shared[r], out[r], nbytes, number=I32)) == [FINE] * 2
+    if kind == ALL_REDUCE:
+        np.testing.assert_array_equal(shared, given)
+        np.testing.assert_array_equal(out, [given.sum(0, dtype=np.int32)] * 2)
+    else:
+        np.testing.assert_array_equal(out.reshape(2, 2, -1), given.reshape(2, 2, -1).swapaxes(0, 1))
+
+
+@both_kernels
+def test_an_input_just_behind_a_shared_region_is_not_taken_for_a_part_of_it(kernel):
+    shared, out = np.stack([numbers_of(r, 1 << 14) for r in range(3)]), np.zeros((2, 2, 1 << 14), np.int32)
+    with Team(kernel, 2) as team:
+        shared_by(team, shared)   # the first two rows
+        assert team.each(lambda link, r: run(link, ALL_GATHER, shared[2 * r], out[r])) == [FINE] * 2
+    np.testing.assert_array_equal(out, [shared[[0, 2]]] * 2)
+
+
+@both_kernels
+def test_an_input_in_a_region_that_one_rank_has_given_back_reaches_it_all_the_same(kernel):
+    shared, out = np.stack([numbers_of(r, 1 << 14) for r in range(2)]), np.zeros(1 << 14, np.int32)
+    with Team(kernel, 2) as team:
+        shared_by(team, shared, [1])
+        assert team.each(lambda link, r: run(link, BROADCAST, shared[r], shared[r] if r else out, root=1)) == [FINE] * 2
+    np.testing.assert_array_equal(out, numbers_of(1, 1 << 14))
+
+
+@without_c
+def test_a_region_is_not_forgotten_while_a_call_may_be_reading_it():
+    shared = np.zeros((2, 1 << 15), np.uint8)
+    with Team(compiled, 2) as team:
+        shared_by(team, shared)
+        reads = threading.Thread(target=run, args=(team.links[0], ALL_GATHER, shared[0], np.zeros_like(shared)))
+        reads.start()
+        wait_until(lambda: team.links[0].status()[2][0])
+        assert not team.links[0].drop_region(1)
+        assert run(team.links[1], ALL_GATHER, shared[1], np.zeros_like(shared)) == FINE
+        reads.join()
+        assert team.links[0].drop_region(1)
+
+
 # ------------------------------------------------------------------ arithmetic
 
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 65504.0, 6e-8, 3.3895e38, -1.0]
@@ -425,6 +506,21 @@ def test_every_operation_on_every_number_type_is_torch_s(kernel, p, number, op):
         given = [x.where(x != 0, torch.ones_like(x)) for x in given]
     for x in all_reduced(kernel, given, op):
         assert_same_bits(x, in_torch(given, op))
+
+
+@both_kernels
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("number", [F32, BF16])
+@pytest.mark.parametrize("op", [SUM, AVG, MAX])
+def test_operations_in_shared_regions_give_what_they_give_elsewhere(kernel, op, number, p):
+    given = [some_numbers(number, 1 << 14, seed) for seed in range(p)]
+    shared = torch.stack(given)
+    with Team(kernel, p) as team:
+        shared_by(team, shared.view(torch.uint8).numpy())
+        whys = team.each(lambda link, r: link.run(ALL_REDUCE, number, op, 0, *[shared[r].data_ptr()] * 2, shared[r].nbytes, LONG))
+    assert whys == [FINE] * p
+    for got in shared:
+        assert_same_bits(got, in_torch(given, op))
 
 
 @both_kernels
@@ -514,6 +610,35 @@ def test_a_thread_that_waits_for_less_than_the_time_out_of_a_call_does_not_keep_
         waits.join()
         before.join()
         assert first.wait(ticket, LONG) == FINE and (whys == [FINE] or not patience)
+
+
+@both_kernels
+def test_the_time_out_of_a_call_begins_with_its_turn(kernel):
+    with Team(kernel, 2) as team:
+        first, second = team.links.values()
+        whys: list[int] = []
+        calls = [threading.Thread(target=lambda limit=limit: whys.append(run(first, BARRIER, timeout=limit))) for limit in (LONG, 0.2)]
+        calls[0].start()
+        wait_until(lambda: first.status()[2] == [1, 0])
+        calls[1].start()
+        time.sleep(0.4)
+        assert not whys and [run(second, BARRIER, timeout=AT_ONCE) for _ in calls] == [FINE] * 2
+        for call in calls:
+            call.join()
+        assert whys == [FINE] * 2
+
+
+@both_kernels
+def test_every_background_call_that_has_failed_says_so_and_none_before(kernel):
+    x = np.zeros(4, np.int32)
+    with Team(kernel, 2) as team:
+        first, second = team.links.values()
+        assert submit(first, ALL_REDUCE, x, x, 16) == 1 and run(second, ALL_REDUCE, x.copy(), x.copy(), number=I32) == FINE
+        assert first.wait(1, LONG) == FINE
+        assert [submit(first, ALL_REDUCE, x, x, 16) for _ in range(2)] == [2, 3]
+        second.break_off(1, ABORTED)
+        wait_until(lambda: first.finished() == 3)
+        assert [first.wait(ticket, LONG) for ticket in (1, 2, 3)] == [FINE, ABORTED, ABORTED]
 
 
 @both_kernels
@@ -633,6 +758,18 @@ def test_a_rank_that_leaves_ends_the_waits_for_it(kernel):
 
 
 @both_kernels
+def test_a_rank_that_leaves_while_it_waits_in_another_thread_ends_that_wait(kernel):
+    whys: list[int] = []
+    with Team(kernel, 2) as team:
+        waits = threading.Thread(target=lambda: whys.append(run(team.links[0], BARRIER)), daemon=True)
+        waits.start()
+        wait_until(lambda: team.links[1].status()[2][0])
+        team.links[0].leave()
+        waits.join(AT_ONCE)
+        assert whys == [LEFT]
+
+
+@both_kernels
 def test_the_state_of_a_rank_that_has_left_says_so(kernel):
     with Team(kernel, 2) as team:
         assert "L" not in team.links[0].status()[3]
@@ -648,8 +785,9 @@ def test_the_state_of_a_rank_that_has_not_come_yet_says_so(kernel):
 
 
 @both_kernels
-def test_calls_of_a_rank_that_has_left_fail(kernel):
-    with Team(kernel, 2) as team:
+@pytest.mark.parametrize("p", [1, 2])
+def test_calls_of_a_rank_that_has_left_fail(kernel, p):
+    with Team(kernel, p) as team:
         link, x = team.links[0], np.zeros(8, np.uint8)
         link.leave()
         assert link.wait(submit(link, ALL_GATHER, x[:4], x, 4), 1.0) == LEFT
@@ -692,9 +830,9 @@ def test_abort_ends_every_wait_of_every_rank(kernel):
         return link.wait(submit(link, ALL_GATHER, x[r][:2], x[r], 2), LONG)
 
     with Team(kernel, 4) as team:
-        begin = time.monotonic()
+        begin, polled = time.monotonic(), team.links[1].post(0, at(x[0]), 4, 2, 9)
         assert team.each(body) == [None, ABORTED, ABORTED, ABORTED]
-        assert time.monotonic() - begin < AT_ONCE
+        assert time.monotonic() - begin < AT_ONCE and team.links[1].settled(polled)
         assert team.links[3].status()[:2] == (ABORTED, 0)
         assert send(team.links[1], x[0], 0) == -ABORTED
 
@@ -775,7 +913,7 @@ def test_a_forked_child_is_no_rank(kernel, busy):
         def body():
             assert run(link, BARRIER) == FORKED
             assert link.wait(submit(link, ALL_GATHER, x, out, 4), 5.0) == FORKED
-            assert send(link, x, 1) == -FORKED
+            assert send(link, x, 1) == -FORKED and link.exchange(at(x), 4, 1, at(out), 4, 1, 0, 5.0) == FORKED
             mine = link.post(1, at(x), 4, 1, 0)
             assert mine == 0 and link.settle(mine, 5.0) == -FORKED
             link.drop(mine)
@@ -824,6 +962,19 @@ def test_a_killed_rank_is_noticed_long_before_the_time_out(kernel, what):
         assert team.links[0].status()[3][1] == "X"   # nobody has asked for its exit code yet
         os.waitpid(pid, 0)
         assert team.links[0].status()[3][1] == "X"
+
+
+def process_of_1(team: Team) -> np.ndarray:
+    """What rank 1 has written of itself: the number of its process, and when that was started."""
+    return team.links[0]._peers.memory.process[1] if team.kernel is fallback else np.frombuffer(team.memory, np.int64, 2, 11 * 64 + 8)
+
+
+@both_kernels
+def test_another_process_with_the_number_of_a_rank_that_has_ended_is_not_taken_for_it(kernel):
+    with Team(kernel, 2) as team:
+        process_of_1(team)[1] += 1
+        assert team.links[0].status()[3][1] == "X"
+        assert run(team.links[0], BARRIER) == LOST
 
 
 def may_open_no_more_files() -> None:
@@ -888,6 +1039,15 @@ def test_a_rank_killed_ends_the_wait_for_a_message_though_another_lives(kernel, 
         assert receive(team.links[0], np.zeros(4, np.uint8), sender, tag=3) == -LOST
         assert team.links[0].status()[:2] == (LOST, 1) and time.monotonic() - begin < AT_ONCE
         os.waitpid(pid, 0)
+
+
+@both_kernels
+def test_where_one_rank_has_died_and_another_has_left_a_wait_for_anyone_names_the_one_that_died(kernel):
+    with Team(kernel, 3) as team:
+        process_of_1(team)[0] = NOBODY
+        team.links[2].leave()
+        assert receive(team.links[0], np.zeros(4, np.uint8), -1) == -LOST
+        assert team.links[0].status()[:2] == (LOST, 1)
 
 
 @both_kernels
@@ -1051,6 +1211,20 @@ def test_what_a_ring_has_room_for_leaves_as_it_is_posted():
 
 
 @both_kernels
+@pytest.mark.parametrize("room", [0, 1, 15, 16])
+def test_a_message_waits_until_a_ring_has_room_for_its_whole_envelope(kernel, room):
+    ring = fallback_peers.RINGS // 2 if kernel is fallback else 1 << 20
+    given = [numbers_of(0, ring // 4).view(np.uint8)[:ring - 16 - room], np.full(5, 2, np.uint8)]
+    with Team(kernel, 2) as team:
+        handles = [team.links[0].post(1, at(x), x.nbytes, 1, 0) for x in given]
+        assert [team.links[0].settled(handle) for handle in handles] == [True, False]
+        for x in given:
+            out = np.zeros_like(x)
+            assert receive(team.links[1], out, 0, timeout=AT_ONCE) == 0
+            np.testing.assert_array_equal(out, x)
+
+
+@both_kernels
 @pytest.mark.parametrize("n", [8, 1 << 20, 3 << 20])
 def test_posted_messages_cross_in_both_directions(kernel, n):
     p, count = 3, 4
@@ -1074,14 +1248,17 @@ def test_posted_messages_cross_in_both_directions(kernel, n):
 
 @both_kernels
 def test_a_dropped_message_goes_on(kernel):
-    x, out = numbers_of(0, 1 << 19), np.zeros(1 << 19, np.int32)
+    x = numbers_of(0, 1 << 19)
     with Team(kernel, 2) as team:
         first, second = team.links.values()
-        handle = first.post(1, at(x), x.nbytes, 1, 0)
-        assert not first.settled(handle)
-        first.drop(handle)
-        assert receive(second, out, 0) == 0
-    np.testing.assert_array_equal(out, x)
+        for _ in range(2):   # the second when the thread that carries them sleeps
+            out = np.zeros_like(x)
+            handle = first.post(1, at(x), x.nbytes, 1, 0)
+            assert not first.settled(handle)
+            first.drop(handle)
+            assert receive(second, out, 0, timeout=AT_ONCE) == 0
+            np.testing.assert_array_equal(out, x)
+            time.sleep(0.1)
 
 
 @both_kernels
@@ -1182,6 +1359,21 @@ def test_what_a_rank_did_before_it_went_counts():
 
 
 @without_c
+def test_what_a_rank_did_before_it_died_counts_in_c_too():
+    """It comes last to the meeting, and dies, between the other's last look at the one and its look at the other."""
+    whys: list[int] = []
+    with Team(compiled, 2) as team:
+        epoch, sleepers = (ctypes.c_uint32.from_buffer(team.memory, line * 64) for line in range(2))
+        waits = threading.Thread(target=lambda: whys.append(run(team.links[0], BARRIER)), daemon=True)
+        waits.start()
+        wait_until(lambda: sleepers.value)
+        time.sleep(0.005)   # until it sleeps
+        process_of_1(team)[0], epoch.value = NOBODY, 1
+        waits.join(AT_ONCE)
+        assert whys == [MISMATCHED]   # not LOST: rank 1, written by hand, makes an all-reduce
+
+
+@without_c
 def test_a_call_that_finds_a_fault_in_a_broken_group_returns_the_first_reason():
     """The group breaks between the coming of the last rank and the comparison; rank 1, written by hand, makes an all-reduce."""
     whys: list[int] = []
@@ -1215,6 +1407,30 @@ def test_a_wait_with_a_time_out_is_no_longer_than_that(kernel):
             naps.append(time.monotonic() - begin)
         team.links[0].break_off(0, ABORTED)
     assert min(naps) < 0.03
+
+
+@without_c
+@pytest.mark.parametrize("what", ["a meeting", "a message", "room for a message", "an abort", "a rank that leaves"])
+def test_a_rank_that_sleeps_is_woken_by_what_it_waits_for(what):
+    """Not by its next look whether the others still live, 50 ms after the last one."""
+    x, many, naps = np.zeros(4, np.uint8), np.zeros(2 << 20, np.uint8), []
+    wait, wake = {
+        "a meeting": (lambda link: run(link, BARRIER), lambda other: run(other, BARRIER)),
+        "a message": (lambda link: receive(link, x, 1), lambda other: send(other, x + 1, 0)),
+        "room for a message": (lambda link: send(link, many, 1), lambda other: receive(other, many, 0)),
+        "an abort": (lambda link: run(link, BARRIER), lambda other: other.break_off(1, ABORTED)),
+        "a rank that leaves": (lambda link: receive(link, x, 1), lambda other: other.leave()),
+    }[what]
+    for _ in range(5):   # the shortest counts: others may use the cores
+        with Team(compiled, 2) as team:
+            sleeps = threading.Thread(target=wait, args=(team.links[0],), daemon=True)
+            sleeps.start()
+            time.sleep(0.01)
+            begin = time.monotonic()
+            wake(team.links[1])
+            sleeps.join(AT_ONCE)
+            naps.append(time.monotonic() - begin)
+    assert min(naps) < 0.025
 
 
 @both_kernels
@@ -1263,6 +1479,55 @@ def test_an_exchange_with_a_rank_that_has_left_fails(kernel):
     with Team(kernel, 2) as team:
         team.links[1].leave()
         assert team.links[0].exchange(at(x), 4, 1, at(y), 4, 1, 0, 5.0) == LEFT
+
+
+def allocated() -> int:
+    """Bytes that were taken by malloc and not given back."""
+    names = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+    kind = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names]})
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = kind
+    info = ask()
+    return info.uordblks + info.hblkhd
+
+
+def gather_by_table(link, x):
+    table = rows([at(x)], [4], [at(x)], [4])
+    assert run(link, ALL_GATHER, lengths=table) == FINE
+    assert link.wait(link.submit(ALL_GATHER, U8, SUM, 0, 0, 0, table, LONG), LONG) == FINE
+
+
+def message_to_itself(link, x):
+    handles = [link.post(1, at(x), 4, 0, 0), link.post(0, at(x), 4, 0, 0)]
+    assert [link.settle(handle, LONG) for handle in handles] == [0, 0]
+    for handle in handles:
+        link.drop(handle)
+
+
+def message_that_is_dropped(link, x):
+    link.drop(link.post(0, at(x), 4, 0, 0))
+    assert send(link, x, 0) == 0
+
+
+def message_put_aside(link, x):
+    for tag in (1, 2):
+        assert send(link, x, 0, tag) == 0
+    for tag in (2, 1):
+        assert receive(link, x, 0, tag) == 0
+
+
+@without_c
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the C library does not tell what is allocated")
+@pytest.mark.parametrize("call", [gather_by_table, message_to_itself, message_that_is_dropped, message_put_aside])
+def test_calls_leave_no_memory_behind(call):
+    x = np.zeros(4, np.uint8)
+    with Team(compiled, 1) as team:
+        for _ in range(100):
+            call(team.links[0], x)
+        before = allocated()
+        for _ in range(2000):
+            call(team.links[0], x)
+        assert allocated() - before < 2000 * 16
 
 
 @without_c
