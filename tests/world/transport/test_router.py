@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from rankloom.comm.subgroup import Subgroup
 from rankloom.world import connect
 from rankloom.world.transport import backend, router
 from rankloom.world.transport.device_group import DeviceGroup
+from rankloom.world.transport.nccl import Nccl
 from rankloom.world.transport.router import HOST, NCCL, ONE_GPU, DeviceRouter, GpuPlace, choose_carrier
 from rankloom.world.transport.through_host import ThroughHost
 from world.transport.twin import Twin
@@ -255,9 +257,38 @@ def test_a_part_of_a_group_waits_on_its_device_too_for_as_long_as_it_was_told(mo
     pretend_gpus(monkeypatch, lambda rank: "a")
     with pytest.raises(RankLost, match="rank\\(s\\) 1 did not join the group within 0.5 s"):
         parts[0].carrier(GPU)
+    routers[0].set_timeout(seconds(0.4))
+    with pytest.raises(RankLost, match="rank\\(s\\) 1 did not join the group within 0.4 s"):
+        routers[0].carrier(GPU)
     monkeypatch.undo()
     for part in parts:
         part.abort()
+    plain.close()
+
+
+def test_whatever_carries_calls_is_told_of_a_new_time_out_of_an_abort_and_of_the_end():
+    plain = Ranks(1)
+    cpu = plain.groups[0]
+    one, carriers = DeviceRouter(cpu, 20.0), [mock.create_autospec(kind, instance=True) for kind in (DeviceGroup, Nccl)]
+    one._carriers = {ONE_GPU: carriers[0], NCCL: carriers[1], HOST: ThroughHost(cpu)}
+    one.set_timeout(seconds(7))
+    one.shutdown()
+    carriers[0].finish.assert_called_once()
+    carriers[1].shutdown.assert_called_once()
+    assert cpu.channel.timeout == 7.0 and cpu.channel.closed
+    one.abort()
+    for carrier in carriers:
+        carrier.set_timeout.assert_called_once_with(seconds(7))
+        carrier.abort.assert_called_once()
+    plain.close()
+
+
+def test_a_barrier_for_a_device_waits_for_what_was_submitted_to_it(monkeypatch):
+    plain, finished, options = Ranks(1), [], dist.BarrierOptions()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: finished.append(device)))
+    options.device = GPU
+    DeviceRouter(plain.groups[0], 20.0).barrier(options).wait()
+    assert finished == [GPU]
     plain.close()
 
 
@@ -336,11 +367,15 @@ def test_calls_between_the_marks_of_a_batch_are_waited_for_as_one(routed):
         group.recv([x := torch.zeros(2)], left)
         group.send([torch.full((2,), float(rank))], right)
         group.allreduce([y := torch.ones(3)])
-        group._end_coalescing(GPU).wait()
-        assert group._batch.close() == []
-        return x.tolist(), y.tolist()
+        group.recv_anysource([z := torch.zeros(1)], 9)
+        group.send([torch.full((1,), float(rank))], right, 9)
+        group.barrier()
+        batch = group._end_coalescing(GPU)
+        batch.wait()
+        assert group._batch.close() == [] and len(batch._works) == 6
+        return x.tolist(), y.tolist(), z.item()
 
-    assert routed.run(body) == [([float((rank - 1) % 3)] * 2, [3.0] * 3) for rank in range(3)]
+    assert routed.run(body) == [([(rank - 1.0) % 3] * 2, [3.0] * 3, (rank - 1.0) % 3) for rank in range(3)]
 
 
 def test_tensors_on_the_cpu_never_ask_for_a_device():
@@ -357,6 +392,15 @@ def test_tensors_on_the_cpu_never_ask_for_a_device():
         return x.tolist(), group._device, group.rank(), group.size(), group.name(), group._carriers
 
     assert plain.run(body) == [([2.0] * 3, None, rank, 2, "rankloom", {}) for rank in (0, 1)]
+    plain.close()
+
+
+def test_a_buffer_on_a_device_whose_memory_is_not_shared_is_a_tensor_of_its_own(monkeypatch):
+    plain = Ranks(1)
+    one = DeviceRouter(plain.groups[0], 20.0)
+    monkeypatch.setattr(one, "carrier", lambda device: ThroughHost(plain.groups[0]))
+    x = one.buffer(4, torch.float64, "meta")   # the only device besides the CPU that is everywhere
+    assert x.shape == (4,) and x.dtype == torch.float64 and x.is_meta
     plain.close()
 
 
