@@ -264,6 +264,7 @@ def test_tensors_of_one_call_that_differ_in_size_or_type_are_refused(ranks):
         lambda group: group.allgather([wholes], [one], options(c10d.AllgatherOptions)),
         lambda group: group.scatter([one], [wholes], options(dist.ScatterOptions)),
         lambda group: group.scatter([one], [ones[:2]], options(dist.ScatterOptions, root=group.rank())),
+        lambda group: group.scatter([one], [], options(dist.ScatterOptions, root=group.rank())),
         lambda group: group.alltoall_base(three, whole, [], [], deal),
         lambda group: group.alltoall_base(three, torch.ones(6), [], [], deal),
         lambda group: group.alltoall(ones, [*ones[:2], one.int()], deal), lambda group: group.alltoall([*ones[:2], one.int()], ones, deal),
@@ -293,14 +294,36 @@ def overlapping(name, group, at):
     return work, memory[at: at + n * p], torch.cat([x[rank * n: rank * n + n] for x in brought])
 
 
+def overlapping_lists(name, group, at):
+    """The same of tensors in lists."""
+    rank, p, n = group.rank(), group.size(), 40_000
+    brought = [torch.arange(n * p, dtype=torch.float64) + 1000.0 * other for other in range(p)]
+    memory = torch.zeros(2 * n * p + at, dtype=torch.float64)
+    whole, moved = memory[: n * p], memory[at: at + n * p]
+    if name == "allgather":
+        moved[:n] = brought[rank][:n]
+        work = group.allgather([[*whole.split(n)]], [moved[:n]], options(c10d.AllgatherOptions))
+        return work, whole, torch.cat([x[:n] for x in brought])
+    whole[:] = brought[rank]
+    if name == "reduce_scatter":
+        work = group.reduce_scatter([moved[:n]], [[*whole.split(n)]], options(dist.ReduceScatterOptions))
+        return work, moved[:n], sum(brought)[rank * n: rank * n + n]
+    if name == "scatter":
+        work = group.scatter([moved[:n]], [[*whole.split(n)]] if rank == 0 else [], options(dist.ScatterOptions))
+        return work, moved[:n], brought[0][rank * n: rank * n + n]
+    work = group.alltoall([*moved.split(n)], [*whole.split(n)], options(c10d.AllToAllOptions))
+    return work, moved, torch.cat([x[rank * n: rank * n + n] for x in brought])
+
+
 @pytest.mark.parametrize("at", [0, 40_000, 1, 12_345])
-@pytest.mark.parametrize("name", ["_allgather_base", "_reduce_scatter_base", "alltoall_base"])
+@pytest.mark.parametrize("name", ["_allgather_base", "_reduce_scatter_base", "alltoall_base", "allgather", "reduce_scatter", "scatter",
+                                  "alltoall"])
 def test_overlapping_input_and_output_give_the_right_result_or_a_refusal(ranks, name, at):
     world = ranks(3)
 
     def body(group):
         try:
-            work, got, expected = overlapping(name, group, at)
+            work, got, expected = (overlapping if "base" in name else overlapping_lists)(name, group, at)
             work.wait()
         except (ShapeMismatch, NotContiguous, ConfigError):
             return
@@ -335,6 +358,17 @@ def test_views_that_are_conjugated_or_negated_only_when_read_arrive_so(ranks):
             expected = 2 * summed
             group.allreduce([summed], options())
             assert torch.equal(summed, expected)
+
+    assert raised(world, body)[0] == [None] * 2
+
+
+def test_a_reduce_changes_only_the_tensor_of_its_root(ranks):
+    world = ranks(2)
+
+    def body(group):
+        x = torch.tensor([[4, 6], [8, 10]]).T * (1 + 2 * group.rank())   # whole numbers with gaps: both ways back to a tensor
+        group.reduce([x], options(dist.ReduceOptions, dist.ReduceOp.AVG, root=1))
+        assert x.tolist() == [[[4, 8], [6, 10]], [[8, 16], [12, 20]]][group.rank()]
 
     assert raised(world, body)[0] == [None] * 2
 

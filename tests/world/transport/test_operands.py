@@ -7,6 +7,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from conformance.ranks import Ranks
 from rankloom.base.errors import ShapeMismatch
+from rankloom.world.transport.operands import all_untouched, expect_dtype
 
 CALLS = {   # from [4] on each of 2 ranks, which hold 1 and 2, with room for a result
     "all_reduce": (lambda group, x, room: group.allreduce([x]), [3.0] * 4),
@@ -71,3 +72,16 @@ def test_a_tensor_without_memory_is_refused_by_name_where_it_would_be_read_at_ad
     for rank, group in enumerate(ranks.groups):
         with pytest.raises(ShapeMismatch, match=rf"rank {rank}: .*: a {kind} of shape \(\d,\) has no memory, .* x\.to_local"):
             CALLS[name][0](group, make(4), make)
+
+
+@pytest.mark.parametrize(("begin", "end", "shares"), [(0, 4, False), (6, 9, False), (3, 5, True), (5, 7, True), (4, 6, True), (0, 9, True)])
+def test_an_input_that_shares_any_memory_with_an_output_is_read_from_a_copy(begin, end, shares):
+    memory = torch.arange(9.0)
+    x = memory[begin:end]
+    read, = all_untouched([x], [memory[4:6]])
+    assert (read is not x) == shares and torch.equal(read, x)
+
+
+def test_tensors_of_one_call_lie_in_one_place():
+    with pytest.raises(ShapeMismatch, match="here: tensors on cpu and meta; expected one place"):
+        expect_dtype(torch.ones(1), [torch.ones(1, device="meta")], "here")

@@ -256,6 +256,15 @@ def test_views_of_the_arguments_of_a_call_are_not_made_again_when_it_comes_again
     assert new_pair.each(body) == [([10.0, 10.0, 7.0], 2)] * 2, "one to read and one to write, for the call that is new"
 
 
+def test_of_what_was_made_of_a_call_no_more_is_kept_than_so_much(monkeypatch):
+    monkeypatch.setattr(rounds, "KEPT", 4)
+    call = rounds.DeviceCall(None, (), (), 1.0)
+    for number in range(10):
+        assert call.once(str, number) is call.once(str, number)
+        assert len(call.kept) <= 4
+
+
+
 def test_a_shared_buffer_in_the_place_of_one_that_is_gone_is_summed_in_its_own_memory(ranks):
     def body(group, rank):
         for turn in range(6):
