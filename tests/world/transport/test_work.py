@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 import rankloom as rl
 from conformance.ranks import Ranks, seconds
 from patience import AT_ONCE, no_thread_is_left, wait_until
-from rankloom.base.errors import CollectiveTimeout, ConfigError
+from rankloom.base.errors import CollectiveTimeout, ConfigError, RankLost
 from rankloom.world.transport.through_host import HostWork
 from rankloom.world.transport.work import DONE, FEW, Unwatched
 
@@ -159,6 +159,35 @@ def test_works_after_a_batch_that_an_error_has_ended_are_forgotten_when_they_hav
         return len(seen)
 
     assert max(ranks.run(body)) <= 2 * FEW
+
+
+def test_a_work_that_has_ended_stands_at_once_for_what_else_is_to_be_done(ranks):
+    home, work = [], ranks.groups[0].allreduce([x := torch.ones(1)], ASYNC)
+    ranks.groups[1].allreduce([torch.ones(1)], ASYNC)
+    wait_until(work.is_completed)
+    work.stand_for([], [x], lambda: home.append(x.item()))
+    assert home == [2.0]
+
+
+def test_a_message_that_has_ended_and_that_nobody_holds_is_forgotten():
+    world = Ranks(2, kernel="Python")
+    works = [world.groups[0].send([torch.ones(2)], 1), world.groups[1].recv([torch.ones(2)], 0)]
+    while works:
+        works.pop().wait()
+    assert [group.channel.link._post.posted for group in world.groups] == [{}, {}]
+    world.close()
+
+
+def test_the_error_of_a_batch_is_that_of_the_work_that_failed(ranks):
+    group = ranks.groups[0]
+    group._start_coalescing(CPU)
+    group.send([torch.ones(1)], 1)
+    group.recv([torch.ones(1)], 1)
+    batch = group._end_coalescing(CPU)
+    ranks.groups[1].abort()
+    with pytest.raises(RankLost):
+        batch.wait()
+    assert isinstance(batch.exception(), RankLost) and not batch.is_success()
 
 
 def test_a_batch_is_of_one_thread(ranks):
