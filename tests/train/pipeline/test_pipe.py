@@ -763,7 +763,7 @@ def test_a_tied_parameter_is_counted_whole_under_each_of_its_names():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4))
     model[1].weight = model[0].weight
     chosen = rl.Pipe.of(None, model, of_classes, precision_named(None))
-    assert chosen.numbers == {"0.weight": 12, "0.bias": 4, "1.weight": 12, "1.bias": 4}
+    assert chosen.numels == {"0.weight": 12, "0.bias": 4, "1.weight": 12, "1.bias": 4}
 
 
 def test_pieces_that_begin_without_a_table_count_alike():
