@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import pytest
@@ -22,10 +23,10 @@ from patience import AT_ONCE, wait_until
 from rankloom.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, RankLost, ShapeMismatch
 from rankloom.world.group import Group
 from rankloom.world.transport import buffers, dial, levels, position, wire
-from rankloom.world.transport.codes import LEFT
+from rankloom.world.transport.codes import ANYONE, LEFT
 from rankloom.world.transport.dial import dial_all
 from rankloom.world.transport.hosts import HostsChannel
-from rankloom.world.transport.lines import HEAD
+from rankloom.world.transport.lines import HEAD, Mailbox, Message
 from rankloom.world.transport.position import Position
 from rankloom.world.transport.turns import Turns
 from rankloom.world.transport.wire import LEAVING, NEWS, PART, Wire
@@ -154,6 +155,11 @@ def test_sums_of_16_bit_floats_are_rounded_once(ranks, hosts):
     for x in on_every_rank(world, lambda group, rank: all_reduce(group, torch.full((5,), brought[rank], dtype=torch.bfloat16))):
         assert torch.equal(x, exact.expand(5))
     assert exact > 1 or len(hosts) < 4
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_sum_over_hosts_that_is_too_large_is_infinite_without_a_warning(ranks):
+    assert on_every_rank(ranks("ab"), lambda group, rank: all_reduce(group, torch.tensor([3e38])).item()) == [float("inf")] * 2
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aab"])
@@ -386,6 +392,12 @@ def test_a_forked_child_that_waits_for_what_its_parent_has_begun_is_told_that_it
     assert work.wait() and x.tolist() == [2.0] * 4
 
 
+def test_a_forked_child_holds_no_connection_of_its_parent(ranks):
+    """While it lived, nobody could see that its parent has died."""
+    wire = ranks("ab").groups[0].channel.link._wire
+    assert in_child(lambda: sum(line.sock.fileno() >= 0 for line in wire._lines.values())) == 0 != wire._lines[1].sock.fileno()
+
+
 def test_a_child_that_is_forked_after_its_group_has_ended_closes_none_of_the_files_opened_since(ranks):
     """The group's objects may live on, as in a model that holds them; a worker of a DataLoader died of it."""
     world = ranks("ab")
@@ -434,6 +446,18 @@ def test_memory_of_a_message_that_was_given_up_is_not_touched_any_more(ranks):
     sender.drop(handle)
 
 
+def test_memory_of_a_collective_that_has_failed_is_not_touched_any_more(ranks):
+    """What was on its way may still come."""
+    world, x, options = ranks("ab", timeout=0.2), torch.zeros(4), dist.BroadcastOptions()
+    options.rootRank, options.asyncOp = 1, False
+    here, there = (group.channel.link._wire for group in world.groups)
+    with pytest.raises(CollectiveTimeout):
+        world.groups[0].broadcast([x], options)
+    late, last = (there.send(PART, 0, tag, memoryview(b"late" * 4)) for tag in (here.call_number, 7))
+    wait_until(lambda: any(m.tag == last.tag and m.done for m in here._mailbox.aside))
+    assert late.done and not x.any()
+
+
 def test_a_message_that_its_sender_forgets_arrives_as_it_was_then(ranks):
     world = ranks("ab")
     sender, receiver = (group.channel.link for group in world.groups)
@@ -444,6 +468,17 @@ def test_a_message_that_its_sender_forgets_arrives_as_it_was_then(ranks):
     given.fill_(2.0)   # the memory may be another's by now
     assert receiver.message(0, target.data_ptr(), target.nbytes, 0, 5, 20.0) == 0
     assert target.eq(1.0).all()
+
+
+def test_a_message_to_oneself_is_received_and_then_awaited_no_more_and_one_of_another_length_is_refused(ranks):
+    group = ranks("ab").groups[0]
+    work = group.recv([x := torch.zeros(4)], 0, 5)
+    assert group.send([torch.ones(4)], 0, 5).wait() and work.wait() and x.all()
+    assert not group.channel.link._wire._mailbox.awaited
+    work = group.recv([x], 0, 5)
+    group.send([torch.ones(2)], 0, 5)
+    with pytest.raises(CollectiveMismatch, match="another number of bytes"):
+        work.wait()
 
 
 def test_a_rank_that_leaves_sends_first_what_it_has_promised(ranks, monkeypatch):
@@ -484,6 +519,31 @@ def test_of_two_threads_that_leave_at_once_only_one_closes(monkeypatch):
     silent.close()
 
 
+def test_a_connection_that_has_ended_is_not_read_again():
+    """A thread that did so without end took a core."""
+    mine, theirs = socket.socketpair()
+    mine.setblocking(False)
+    alone, served = Wire(0, {1: mine}, bool), []
+    serve = alone._serve
+    alone._serve = lambda *args: served.append(serve(*args))
+    theirs.close()
+    wait_until(lambda: alone.why_gone(1))
+    time.sleep(0.05)   # it would be read some thousand times
+    assert len(served) < 5
+    alone.leave()
+
+
+def test_a_rank_that_leaves_does_not_linger_for_what_one_that_has_died_can_no_longer_get(monkeypatch):
+    monkeypatch.setattr(wire, "LINGER", 2 * AT_ONCE)
+    mine, theirs = socket.socketpair()
+    mine.setblocking(False)
+    theirs.close()
+    alone, begin = Wire(0, {1: mine}, bool), time.monotonic()
+    alone.send(PART, 1, 0, memoryview(bytearray(8)))
+    alone.leave()
+    assert time.monotonic() - begin < AT_ONCE
+
+
 def test_a_message_of_anyone_is_waited_for_until_all_others_have_left(ranks):
     world = ranks("abc")
     world.groups[1].shutdown()
@@ -493,6 +553,15 @@ def test_a_message_of_anyone_is_waited_for_until_all_others_have_left(ranks):
     world.groups[2].shutdown()
     with pytest.raises(RankLost, match="it has left the group"):
         work.wait()
+
+
+def test_a_message_of_anyone_may_have_come_before_it_is_asked_for_and_comes_with_its_sender(ranks):
+    world, given, got = ranks("abc"), torch.ones(4), torch.zeros(4)
+    sender, receiver = (world.groups[rank].channel.link for rank in (2, 0))
+    handle = sender.post(1, given.data_ptr(), given.nbytes, 0, 5)
+    wait_until(lambda: receiver._wire._mailbox.aside)
+    assert receiver.message(0, got.data_ptr(), got.nbytes, ANYONE, 5, 1.0) == 2 and got.all()
+    sender.drop(handle)
 
 
 def test_a_rank_that_has_died_ends_the_wait_for_a_message_of_another(ranks):
@@ -517,6 +586,15 @@ def put_aside(group, more_than=-1):
         before = now
         time.sleep(0.1)
     raise AssertionError("it never ends")
+
+
+def test_a_message_that_is_still_being_put_aside_is_for_the_first_of_two_receives():
+    mailbox, first, second = Mailbox(), *(Message(PART, 1, 5, memoryview(bytearray(4)), 4) for _ in range(2))
+    early = mailbox.open(PART, 1, 5, 4)
+    assert mailbox.ask(first) is early and mailbox.ask(second) is None
+    early.data[:], early.done = b"here", True
+    assert mailbox.hand_over(early) and first.done and first.data == b"here"
+    assert mailbox.awaited == {second} and not second.done and not mailbox.unasked
 
 
 @pytest.fixture(params=[1 << 18, 1 << 20], ids=["256 KiB", "1 MiB"])
@@ -648,11 +726,42 @@ def test_a_rank_that_cannot_be_reached_is_named_with_its_address():
             dial_all(store, 1, 2, "127.0.0.1", 2)
 
 
-def test_whoever_does_not_call_is_named():
+def test_a_caller_whose_word_comes_in_pieces_is_heard():
+    mine, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)   # one read gives one piece, however many have come
+    with mine, theirs:
+        for piece in (b"se", b"cret"):
+            theirs.sendall(piece)
+        assert dial._read(mine, 6) == b"secret"
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_ranks_that_have_only_ipv6_reach_each_other():
     store = dist.HashStore()
-    store.set("wire/1", "")
+    with ThreadPoolExecutor(2) as ranks:
+        lines = [*ranks.map(lambda rank: dial_all(store, rank, 2, "::1", AT_ONCE), range(2))]
+    with lines[0][1] as mine, lines[1][0] as theirs:
+        assert mine.family == socket.AF_INET6 and mine.getpeername() == theirs.getsockname()
+
+
+def test_whoever_does_not_call_is_named_and_none_that_has(monkeypatch):
+    called = []
+
+    def be_called_by_rank_2(store, what, rank, size, timeout, mine):
+        called.append(dial._call(dial.Listener(*dial.json.loads(mine)), 0, 2, time.monotonic() + AT_ONCE))
+        return [mine] * size
+
+    monkeypatch.setattr(dial, "hear_all", be_called_by_rank_2)
     with pytest.raises(RankLost, match="rank 0: rank\\(s\\) 1 did not connect in time"):
-        dial_all(store, 0, 2, "127.0.0.1", 0.2)
+        dial_all(dist.HashStore(), 0, 3, "127.0.0.1", 0.2)
+    called[0].close()
 
 
 def test_a_new_time_out_counts_inside_each_host_too(ranks):
