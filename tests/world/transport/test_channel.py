@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import CollectiveTimeout, ConfigError, RankLost
 from rankloom.world.transport.channel import KERNELS, ROOM, Channel, at_its_end, table_of_calls
 from rankloom.world.transport.codes import ALL_GATHER, ALL_REDUCE, ANYONE, AVG, BARRIER, BROADCAST, REDUCE, SUM, TIMED_OUT
 from rankloom.world.transport.operands import BYTES, NUMBERS
@@ -61,18 +61,30 @@ def test_a_time_out_names_those_that_cannot_come_else_those_that_have_not_and_ne
     assert told(rank, **status) == text
 
 
+def test_what_a_step_raises_on_one_rank_is_raised_on_all_also_where_it_is_more_special_than_what_is_expected():
+    channel = Channel.__new__(Channel)
+    channel.rank, channel.ranks, channel.name, channel.gather_json = 0, (10,), "world", lambda problem: [problem]
+
+    def time_out():
+        raise CollectiveTimeout("too late")
+
+    with pytest.raises(RankLost, match="rank 10: buffer in group 'world', said rank 10: too late"):
+        channel.do_together(time_out)
+
+
 def test_calls_that_differ_are_told_by_what_their_kind_has_and_with_numbers_of_the_world():
     """A barrier had a sum and lengths, a sum had a root, no elements were "lengths of its own", and roots were counted in the group."""
     floats, doubles = NUMBERS[torch.float32], NUMBERS[torch.float64]
     calls = [(BROADCAST, floats, SUM, 1, 12), (REDUCE, doubles, AVG, 2, 16), (ALL_REDUCE, floats, SUM, 0, 0), (BARRIER, BYTES, SUM, 0, 0),
-             (ALL_GATHER, floats, SUM, 0, 0), None]
-    assert table_of_calls((10, 11, 12, 13, 14, 15), calls).splitlines() == [
+             (ALL_GATHER, floats, SUM, 0, 0), (ALL_GATHER, floats, SUM, 0, 8), None]
+    assert table_of_calls(range(10, 17), calls).splitlines() == [
         "  rank 10: broadcast(root rank 11), 12 bytes of float32",
         "  rank 11: reduce(avg, root rank 12), 16 bytes of float64",
         "  rank 12: all_reduce(sum), 0 bytes of float32",
         "  rank 13: barrier",
         "  rank 14: all_gather, lengths of its own of float32",
-        "  rank 15: has not come to this call",
+        "  rank 15: all_gather, 8 bytes of float32",
+        "  rank 16: has not come to this call",
     ]
 
 

@@ -156,6 +156,14 @@ def test_a_group_of_thousands_of_ranks_has_keys_that_the_store_takes(build, monk
         build(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
 
 
+@pytest.mark.parametrize(("call", "of"), [("getuid", ()), ("readlink", ("/proc/self/ns/pid",)), ("readlink", ("/proc/self/ns/net",))])
+def test_processes_of_another_user_or_namespace_are_taken_for_those_of_another_host(call, of, monkeypatch):
+    """They cannot open each other's memory, or do not see each other."""
+    here, real = meet.this_host(), getattr(os, call)
+    monkeypatch.setattr(os, call, lambda *args: "another" if args == of else real(*args))
+    assert meet.this_host.__wrapped__() != here
+
+
 def test_groups_of_other_ranks_have_other_names():
     groups = [range(12), range(11), (1, 2), (12,), (2, 1), ()]
     assert len({name_of(ranks) for ranks in groups}) == len(groups) and name_of(range(12)) == name_of([*range(12)])
@@ -174,6 +182,21 @@ def test_a_store_that_ends_with_its_rank_is_no_time_out(rank, when):
             waiting.result()
 
 
+def test_a_store_that_ends_shortly_before_the_time_out_is_no_time_out_either():
+    def end(*_):
+        time.sleep(0.1)
+        raise RuntimeError("closed")
+
+    with pytest.raises(RankLost, match=r"rank 1: the store in which ranks meet closed after \d.\d s"):
+        meet.wait_for(SimpleNamespace(wait=end, check=end), {"it/0": 0, "it/1": 1}, 1, 0.15)
+
+
+def test_those_that_do_not_come_to_make_another_group_are_named_in_time():
+    reunion = Reunion("again", dist.HashStore(), [0, 1], list)
+    with pytest.raises(RankLost, match=r"rank 0: rank\(s\) 1 did not join the group within 0.1 s"):
+        hear_all(reunion, "it", 0, 2, 0.1, "")
+
+
 def test_errors_of_a_group_number_its_ranks_as_the_world_does():
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as ranks:
@@ -181,6 +204,8 @@ def test_errors_of_a_group_number_its_ranks_as_the_world_does():
         for name, waiting in zip([4, 5], meeting):
             with pytest.raises(RankLost, match=rf"rank {name}: rank\(s\) 7 did not join the group"):
                 waiting.result()
+    with pytest.raises(RankLost, match=r"rank 5: rank\(s\) 4 did not join the group"):
+        start_afresh(dist.HashStore(), 1, 3, 0.2, ranks=[4, 5, 7])
     with pytest.raises(RankLost, match=r"rank 5: rank\(s\) 7 did not join the group"):
         store.set("it/0", "")
         hear_all(store, "it", 1, 3, 0.2, "", ranks=[4, 5, 7])
@@ -247,7 +272,7 @@ def test_nor_do_ranks_that_make_a_group_of_torch():
 @pytest.mark.parametrize("rank", range(P))
 def test_those_that_are_gone_are_named_at_once_in_parts_of_the_part_too(rank):
     reunion = Reunion("again", dist.HashStore(), [2, 3, 4], lambda: [3, 9])
-    store = dist.PrefixStore("part", reunion)
+    store = dist.PrefixStore("part", dist.PrefixStore("of a part", reunion))
     said = rf"rank {rank + 2}: rank\(s\) 3 ended, or left, before all ranks came to make a group"
     for meeting in (start_afresh, partial(hear_all, what="it", mine="this")):
         with pytest.raises(RankLost, match=said):
