@@ -116,10 +116,13 @@ def hierarchical_all_to_all(x: Tensor, group: Group, nodes: Nodes) -> Tensor:
 
 
 def _swap(group: Group, bundles: Sequence[tuple[int, Tensor]], label: str) -> list[Tensor]:
-    """Send each bundle [mine, theirs, ...] to its rank; returns the bundles received, [theirs, mine, ...], in the same order."""
+    """Send each bundle [mine, theirs, ...] to its rank; returns the bundles received, [theirs, mine, ...], in the same order.
+
+    bundles: in the order of nodes on all ranks
+    """
     inboxes = [bundle.new_empty((bundle.shape[1], bundle.shape[0], bundle.shape[2])) for _, bundle in bundles]
-    if group.in_order:   # there, two ranks must exchange bundles in one call, and all ranks must make their calls in one order
-        for (rank, bundle), inbox in sorted(zip(bundles, inboxes), key=lambda each: each[0][0]):
+    if group.in_order:   # there, two ranks must exchange bundles in one call; in the order of nodes no ranks wait in a circle
+        for (rank, bundle), inbox in zip(bundles, inboxes):
             group.exchange(bundle.contiguous(), rank, inbox, rank, tag=TAG, label=label)
         return inboxes
     coming = [group.recv(inbox, rank, tag=TAG, label=label, async_op=True) for inbox, (rank, _) in zip(inboxes, bundles)]

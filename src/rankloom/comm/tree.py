@@ -200,8 +200,6 @@ def tree_reduce_path(nbytes: int, p: int, *, wide: int = 1) -> Path:
 def double_tree_all_reduce_path(nbytes: int, p: int, *, block: int = BLOCK, wide: int = 1) -> Path:
     """An upper bound of what all wait for in `double_tree_all_reduce` of `nbytes`: a turn for each level and for each block. In a turn
     an inner rank receives two messages on the way up, or sends two on the way down."""
-    if p == 1:
-        return Path()
     half = -(-nbytes // 2)
     blocks = block_count(half, 1, block)
     turns = min(p - 1, 2) * (p.bit_length() - 1 + blocks)
