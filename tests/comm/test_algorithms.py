@@ -492,9 +492,16 @@ def test_the_path_is_what_the_slowest_rank_waits_for_on_a_network_of_equal_links
     assert measured_path(case, p, n, dtype) == algorithms(p)[case].path(n * dtype.itemsize, p, wide=widening(dtype))
 
 
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_step_of_a_path_carries_a_byte_at_least_however_little_there_is(case):
+    for p in RANKS:
+        path = algorithms(p)[case].path(1, p)
+        assert path.bytes >= path.steps, f"{p} ranks"
+
+
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("case", BOUNDED, ids="-".join)
-def test_where_the_path_is_a_bound_it_is_kept_and_within_four_times_of_what_is_waited_for(case, p):
+def test_where_the_path_is_a_bound_it_is_kept_and_within_four_times_of_what_is_waited_for_and_of_many_blocks_a_tenth(case, p):
     found, told = measured_path(case, p, 840, torch.bfloat16), algorithms(p)[case].path(1680, p, wide=2)
     for mine, bound in ((found.steps, told.steps), (found.bytes, told.bytes), (found.added, told.added)):
-        assert mine <= bound <= 4 * mine
+        assert mine <= bound <= (1.1 if "small blocks" in case[1] else 4) * mine
