@@ -199,12 +199,15 @@ def test_a_registered_all_reduce_may_sum_in_place_or_return_the_sum(table, way):
     assert rl.simulate(2, body) == [[[1.5] * 3]] * 2
 
 
-def test_a_registered_all_reduce_that_returns_no_sum_is_an_error(table):
-    rl.register_all_reduce("short", lambda x, group: torch.zeros(2))
+@pytest.mark.parametrize(("result", "told"), [
+    (torch.zeros(2), r"\(2,\) of torch.float32"), (torch.zeros(4).half(), r"\(4,\) of torch.float16"), ([0.0] * 4, "a list")],
+    ids=["short", "narrow", "list"])
+def test_a_registered_all_reduce_that_returns_no_sum_is_an_error(table, result, told):
+    rl.register_all_reduce("other", lambda x, group: result)
 
     def body(world):
-        model = rl.data_parallel(torch.nn.Linear(3, 1), world, all_reduce="short")
-        with pytest.raises(rl.ShapeMismatch, match=r"short in group 'world': the registered all-reduce returned \(2,\) of torch.float32"):
+        model = rl.data_parallel(torch.nn.Linear(3, 1), world, all_reduce="other")
+        with pytest.raises(rl.ShapeMismatch, match=rf"other in group 'world': the registered all-reduce returned {told}, expected the sum"):
             model(torch.ones(1, 3)).sum().backward()
         return True
 

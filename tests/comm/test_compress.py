@@ -92,6 +92,20 @@ def test_a_step_in_which_no_rank_has_counted_anything_can_be_weighed():
     assert rl.simulate(2, body) == [1.0, 1.0]
 
 
+def test_exact_steps_are_not_weighed_after_compressed_ones_either():
+    def body(world):
+        summing, items, factors = Summing(compress="int8", after=1), torch.ones((), dtype=torch.float64), []
+        for step in range(3):
+            if step == 2:
+                summing.begin_anew()
+            summing.weigh(items, 2.0, [world])
+            factors.append(summing.factor)
+            summing.end_step()
+        return factors
+
+    assert rl.simulate(2, body) == [[1.0, 0.25, 1.0]] * 2
+
+
 def test_what_pads_a_message_is_zeros_and_not_what_lay_in_memory(monkeypatch):
     """Of three ranks, each with a record of its own, two have nothing but padding: a block makes one record."""
     sent = {"start_all_to_all": [], "start_all_gather": []}

@@ -82,12 +82,13 @@ def test_the_algorithm_between_nodes_can_be_any_and_sees_the_sums_of_nodes_in_fp
     assert len(seen) == (len(nodes) if nodes == UNEVEN else ranks(nodes))
 
 
-def test_the_result_of_the_algorithm_between_nodes_is_what_is_gathered():
+@pytest.mark.parametrize("nodes", [EVEN, UNEVEN])
+def test_the_result_of_the_algorithm_between_nodes_is_what_is_gathered(nodes):
     """One that returns a new tensor works too."""
     def body(world):
-        return hierarchical_all_reduce(torch.zeros(5), world, EVEN, between=lambda x, group: x + 3).tolist()
+        return hierarchical_all_reduce(torch.zeros(5), world, nodes, between=lambda x, group: x + 3).tolist()
 
-    assert rl.simulate(4, body) == [[3.0] * 5] * 4
+    assert rl.simulate(ranks(nodes), body) == [[3.0] * 5] * ranks(nodes)
 
 
 def test_one_node_alone_asks_nothing_between():

@@ -11,6 +11,7 @@ import rankloom as rl
 from rankloom.comm import two_levels
 from rankloom.comm.blockwise import Blockwise
 from rankloom.comm.choose import all_reduce_named
+from rankloom.comm.compress import Summing
 from rankloom.comm.hierarchical import hierarchical_all_reduce_bill
 from rankloom.comm.messages import post, start_all_gather, start_all_to_all
 from rankloom.comm.quantize import INT8, ONE_BIT, Floats
@@ -78,6 +79,11 @@ def test_what_training_knows_as_hierarchical_goes_in_pieces(monkeypatch):
         return world.ledger.messages
 
     assert rl.simulate(4, body, topology=rl.Topology.even(2, 2)) == [30 * 4] * 4
+
+
+@pytest.mark.parametrize(("name", "in_pieces"), [("int8", True), ("bf16", True), ("topk", False)])
+def test_what_training_compresses_between_nodes_goes_in_pieces_too_where_its_format_is_one_of_blocks(name, in_pieces):
+    assert isinstance(Summing("hierarchical", name).new_all_reduce((), torch.float32), TwoLevels) == in_pieces
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.float64])
