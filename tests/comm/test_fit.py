@@ -20,12 +20,12 @@ LINKS = Links(inside=Link(70.0, 30.0), host=Link(9.0, 90.0), between=Link(400.0,
 SIZES = [4096 * 4**k for k in range(8)]
 
 
-def synthetic(topology, links=LINKS, *, wide=1, noise=lambda: 1.0):
+def synthetic(topology, links=LINKS, *, collective="all_reduce", wide=1, noise=lambda: 1.0):
     """The times that `links` make."""
     times = []
-    for name, size in itertools.product([*algorithms_on("all_reduce", topology), BACKEND], SIZES):
-        seconds = price(route("all_reduce", name, size, topology, wide=wide), links).seconds * noise()
-        times.append(Timed(0, "all_reduce", name, topology.size, size, seconds, seconds, seconds, 0))
+    for name, size in itertools.product([*algorithms_on(collective, topology), BACKEND], SIZES):
+        seconds = price(route(collective, name, size, topology, wide=wide), links).seconds * noise()
+        times.append(Timed(0, collective, name, topology.size, size, seconds, seconds, seconds, 0))
     return times
 
 
@@ -58,6 +58,12 @@ def test_links_between_nodes_are_found_on_several_nodes_and_those_that_nothing_t
     assert fitted.links.backend == Link(77.0, 7.0)
 
 
+def test_times_without_sums_leave_the_cost_of_adding_as_it_was():
+    topology = Topology.even(1, 4, Links(adding_gbps=12.0))
+    fitted = fit_links(synthetic(topology, collective="all_gather"), topology)
+    assert fitted.error < 1e-4 and fitted.links.adding_gbps == 12.0 and "adding" not in fitted.measured
+
+
 def test_a_constant_that_explains_nothing_is_free_and_never_below_zero():
     links = Links(inside=Link(50.0, FASTEST), host=Link(0.0, 10.0), backend=Link(0.0, FASTEST), adding_gbps=FASTEST)
     topology = Topology.even(1, 4)
@@ -83,8 +89,9 @@ def test_every_size_counts_alike_whatever_its_time():
     topology = Topology.even(1, 2)
     times = [timed for timed in synthetic(topology) if timed.algorithm == "ring"]
     off = [replace(timed, seconds=timed.seconds * (1.5 if timed.bytes == SIZES[-1] else 1.0)) for timed in times]
-    links = fit_links(off, topology).links
-    assert price(route("all_reduce", "ring", SIZES[0], topology), links).seconds == pytest.approx(times[0].seconds, rel=0.05)
+    fitted = fit_links(off, topology)
+    assert price(route("all_reduce", "ring", SIZES[0], topology), fitted.links).seconds == pytest.approx(times[0].seconds, rel=0.05)
+    assert fitted.error < 0.1, "the median over sizes, most of which are met"
 
 
 def test_the_error_of_an_algorithm_is_the_median_of_its_relative_errors():
