@@ -46,6 +46,15 @@ def test_chunks_give_the_sum_and_the_gradients_of_the_whole(rows, kernel):
         torch.testing.assert_close(chunked_cross_entropy(hidden, weight, targets, rows=rows, kernel=kernel), plain, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("kernel", [None, loss_and_gradient])
+def test_no_rows_lose_nothing_and_have_gradients_of_zeros(kernel):
+    hidden, weight, targets = problem(n=0, ignored=())
+    total = chunked_cross_entropy(hidden, weight, targets, kernel=kernel)
+    with torch.no_grad():
+        assert chunked_cross_entropy(hidden, weight, targets, kernel=kernel) == total == 0
+    assert [x.tolist() for x in gradients(total, hidden, weight)] == [[], [[0.0] * 7] * 11]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_low_precision_chunks_are_as_near_the_truth_as_the_plain_path(dtype):
     hidden64, weight64, targets = problem(300, ignored=(3,))

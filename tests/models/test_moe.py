@@ -170,6 +170,25 @@ def test_outside_training_nothing_is_dropped_counted_or_charged():
     assert not torch.equal(tight.train()(x), wide(x))
 
 
+def test_an_old_loss_that_nobody_took_ends_with_an_evaluation_unless_losses_add_up():
+    layer, x = make_layer(balance_loss=0.5), draw(2, 6, 5)
+    for adds_up in (False, True):
+        layer.adds_up = adds_up
+        layer.train()(x)
+        layer.eval()(x)
+        assert (layer.take_auxiliary() is not None) == adds_up
+
+
+def test_counts_are_of_all_choices_and_of_those_that_were_dropped_and_add_up_over_forwards():
+    layer, x = make_layer(capacity=0.5), draw(3, 7, 5)
+    layer(x)
+    routed, dropped, chosen = layer.routed, layer.dropped, layer.router(x).experts
+    assert torch.equal(routed, chosen.flatten().bincount(minlength=4))
+    assert dropped == chosen.numel() - sum(len(kept_by_hand(row, layer.config)) for row in chosen)
+    layer(x)
+    assert torch.equal(layer.routed, 2 * routed) and layer.dropped == 2 * dropped > 0
+
+
 def test_all_tokens_to_one_expert_leave_the_others_a_gradient_of_zeros():
     layer, x = make_layer(top_k=1), draw(2, 6, 5).abs()
     with torch.no_grad():
@@ -227,6 +246,15 @@ def test_a_reentrant_checkpoint_would_leave_auxiliary_losses_untrained_and_is_re
     total = checkpoint(layer, x, use_reentrant=True).sum()
     with pytest.raises(ConfigError, match="use_reentrant=False") if any(weights.values()) else nullcontext():
         total.backward()
+
+
+def test_a_copy_of_a_layer_has_counted_nothing_and_has_no_losses_to_take_or_to_report():
+    layer, x = make_layer(capacity=0.5, balance_loss=0.5), draw(3, 7, 5)
+    layer(x)
+    layer.take_auxiliary()
+    layer(x)
+    counts = lambda each: [each.auxiliary, each.reported_auxiliary, each.routed, each.dropped]
+    assert counts(copy.deepcopy(layer)) == [None] * 4 and None not in counts(layer)
 
 
 def test_a_copy_of_a_model_owes_no_auxiliary_losses():
@@ -288,6 +316,8 @@ def test_frozen_experts_stay_frozen_where_only_some_are_kept():
     layer.experts.keep(1, 2)
     assert [p.requires_grad for p in (layer.experts.gate, layer.experts.up, layer.experts.down)] == [True, False, True]
     assert layer.experts.held == 2 and layer.experts.first == 1
+    layer.experts.keep(1, 1)
+    assert layer.experts.held == 1 and layer.experts.first == 2
 
 
 def test_the_bias_evens_out_a_router_that_prefers_one_expert():
@@ -312,6 +342,15 @@ def test_who_holds_which_experts_does_not_change_their_initial_weights():
         initialize(part, seed=0, device="cpu")
         for (name, mine), ref in zip(part.named_parameters(), whole.parameters(), strict=True):
             assert torch.equal(mine, ref[first:first + 2] if ".experts." in name else ref), name
+
+
+def test_biases_of_routers_start_at_0_whatever_lay_in_memory():
+    torch.use_deterministic_algorithms(True)   # new memory is filled with NaN
+    try:
+        model = GPT(dataclasses.replace(TINY, moe=dataclasses.replace(SMALL, bias_rate=0.1)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(not layer.router.bias.any() for layer in expert_layers(model).values())
 
 
 def test_outputs_of_experts_start_as_small_as_those_of_an_mlp():
