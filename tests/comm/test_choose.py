@@ -200,10 +200,10 @@ def test_a_registered_all_reduce_may_sum_in_place_or_return_the_sum(table, way):
 
 
 @pytest.mark.parametrize(("result", "told"), [
-    (torch.zeros(2), r"\(2,\) of torch.float32"), (torch.zeros(4).half(), r"\(4,\) of torch.float16"), ([0.0] * 4, "a list")],
+    (lambda x: x[:2], r"\(2,\) of torch.float32"), (torch.Tensor.half, r"\(\d+,\) of torch.float16"), (torch.Tensor.tolist, "a list")],
     ids=["short", "narrow", "list"])
 def test_a_registered_all_reduce_that_returns_no_sum_is_an_error(table, result, told):
-    rl.register_all_reduce("other", lambda x, group: result)
+    rl.register_all_reduce("other", lambda x, group: result(x))
 
     def body(world):
         model = rl.data_parallel(torch.nn.Linear(3, 1), world, all_reduce="other")
