@@ -69,6 +69,7 @@ def test_an_unknown_override_names_the_nearest():
     (dict(norm_eps=0.0), "above 0"),
     (dict(rope_base=-1.0), "above 0"),
     (dict(rope_base=math.nan), "above 0, and finite"),
+    (dict(norm_eps=math.inf), "above 0, and finite"),
     (dict(norm_eps="1e-5"), "norm_eps = '1e-5' must be numbers"),
     (dict(dropout=None), "dropout = None; it must be a number"),
     (dict(tie="no"), "model.tie is 'no'; it must be True or False"),

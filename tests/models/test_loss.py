@@ -46,6 +46,11 @@ def test_chunks_give_the_sum_and_the_gradients_of_the_whole(rows, kernel):
         torch.testing.assert_close(chunked_cross_entropy(hidden, weight, targets, rows=rows, kernel=kernel), plain, rtol=1e-12, atol=0)
 
 
+def test_without_gradients_none_are_computed():
+    with torch.no_grad():
+        chunked_cross_entropy(*problem(), rows=4, kernel=lambda *_: pytest.fail("this kernel computes gradients, too"))
+
+
 @pytest.mark.parametrize("kernel", [None, loss_and_gradient])
 def test_no_rows_lose_nothing_and_have_gradients_of_zeros(kernel):
     hidden, weight, targets = problem(n=0, ignored=())

@@ -17,7 +17,7 @@ from rankloom.base.loss import take_auxiliary_loss
 from rankloom.models import moe
 from rankloom.models.config import GPTConfig, MoEConfig, model_flops_per_token, parameter_count
 from rankloom.models.gpt import GPT, initialize
-from rankloom.models.moe import MoE, balance_loss, grouped_product, within_capacity
+from rankloom.models.moe import MoE, balance_loss, grouped_product, take_reported_auxiliary_loss, within_capacity
 from rankloom.parallel.expert import expert_layers
 
 RTOL = 1e-12   # fp64: the same terms in another order
@@ -179,6 +179,16 @@ def test_an_old_loss_that_nobody_took_ends_with_an_evaluation_unless_losses_add_
         assert (layer.take_auxiliary() is not None) == adds_up
 
 
+def test_losses_that_were_taken_are_reported_once_as_a_sum_in_fp64_without_a_graph():
+    layer, x, taken = make_layer(balance_loss=0.5).float(), draw(2, 6, 5).float(), []
+    for _ in range(2):
+        layer(x)
+        taken.append(layer.take_auxiliary().item())
+    told = take_reported_auxiliary_loss([layer, torch.nn.Identity()])
+    assert told.dtype == torch.float64 and not told.requires_grad
+    assert told.item() == pytest.approx(sum(taken), rel=2 ** -23) and take_reported_auxiliary_loss([layer]) is None
+
+
 def test_counts_are_of_all_choices_and_of_those_that_were_dropped_and_add_up_over_forwards():
     layer, x = make_layer(capacity=0.5), draw(3, 7, 5)
     layer(x)
@@ -248,6 +258,23 @@ def test_a_reentrant_checkpoint_would_leave_auxiliary_losses_untrained_and_is_re
         total.backward()
 
 
+def test_a_reentrant_checkpoint_is_fine_where_auxiliary_losses_train_nothing():
+    layer, x, factor = make_layer(balance_loss=0.5), draw(2, 6, 5), torch.ones((), dtype=torch.float64, requires_grad=True)
+    layer.router.requires_grad_(False)
+    checkpoint(lambda x, factor: layer(x) * factor, x, factor, use_reentrant=True).sum().backward()
+    assert factor.grad.isfinite()
+
+
+def test_a_trial_run_leaves_losses_and_counts_as_they_were():
+    layer, x = make_layer(capacity=0.5, balance_loss=0.5), draw(3, 7, 5)
+    layer.adds_up = True
+    layer(x)
+    before = [layer.auxiliary, layer.routed, layer.dropped]
+    with moe.uncounted(torch.nn.Sequential(layer)):
+        layer(x)
+    assert all(now is then for now, then in zip([layer.auxiliary, layer.routed, layer.dropped], before, strict=True))
+
+
 def test_a_copy_of_a_layer_has_counted_nothing_and_has_no_losses_to_take_or_to_report():
     layer, x = make_layer(capacity=0.5, balance_loss=0.5), draw(3, 7, 5)
     layer(x)
@@ -291,8 +318,11 @@ def test_experts_that_a_bias_chooses_have_finite_weights_also_where_their_scores
 def test_the_bias_moves_towards_experts_with_few_tokens_and_stays_in_32_bits():
     layer = make_layer(bias_rate=0.001).to(torch.bfloat16)
     assert layer.router.weight.dtype == torch.bfloat16 and layer.router.bias.dtype == torch.float32
+    assert make_layer(bias_rate=0.001).router.bias.dtype == torch.float64, "in an fp64 model"
+    version = layer.router.bias._version
     for _ in range(2000):
         layer.rebalance(torch.tensor([10, 2, 6, 6]))
+    assert layer.router.bias._version == version, "no running statistic, which ranks would average"
     torch.testing.assert_close(layer.router.bias, torch.tensor([-2.0, 2, 0, 0]), rtol=1e-4, atol=0)   # 2000 sums in fp32
     assert "router.bias" in layer.state_dict() and "router.bias" not in make_layer().state_dict()
 
@@ -432,6 +462,7 @@ def test_sizes_that_are_none_are_refused(field, value):
 def test_more_choices_than_experts_and_weights_below_0_are_refused():
     with pytest.raises(ConfigError, match="top_k = 3, but there are 2 experts"):
         MoEConfig(experts=2, top_k=3)
+    assert MoEConfig(experts=2, top_k=2).top_k == 2
     for field in ("capacity", "balance_loss", "router_z_loss", "bias_rate"):
         with pytest.raises(ConfigError, match=f"model.moe.{field} = nan; it must be 0 or more"):
             MoEConfig(**{field: math.nan})
