@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,15 @@ from torch import Tensor
 
 from rankloom.base.errors import ConfigError, DataError, StorageError
 from rankloom.base.files import replacing
-from rankloom.base.spans import intersection, shape_of, within
+from rankloom.base.spans import Box, intersection, shape_of, within
 from rankloom.base.tensors import bytes_of
-from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, from_json, key_of, to_json
+from rankloom.checkpoint.manifest import Manifest, Part, SavedFile, StoredBox, from_json, key_of, to_json
 
 MANIFEST = "manifest.json"
 LOCK = ".rankloom-save.lock"   # there during a save; one that a killed job has left is taken over
 CURE = "copy it again from where it is whole, or take another checkpoint"
-OURS = re.compile(r"[0-9a-f]{12}-\d{5,}\.safetensors")
-REMOVED = re.compile(rf"{OURS.pattern}|\.{re.escape(MANIFEST)}\.[0-9a-f]{{12}}\.tmp")   # nothing else in a folder ever is
+RANK_FILE = re.compile(r"[0-9a-f]{12}-\d{5,}\.safetensors")
+REMOVABLE = re.compile(rf"{RANK_FILE.pattern}|\.{re.escape(MANIFEST)}\.[0-9a-f]{{12}}\.tmp")   # nothing else in a folder is ever removed
 FORMATS = {   # as safetensors calls them
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
@@ -62,18 +61,12 @@ def write_parts(path: Path, parts: Sequence[Part]) -> SavedFile:
     memory: a copy of one part at a time
     raises: StorageError that names the file
     """
-    header, offset = {}, 0
-    for part in parts:
-        end = offset + part.values.numel() * part.values.itemsize
-        about = {"dtype": FORMATS[part.values.dtype], "shape": shape_of(part.box), "data_offsets": (offset, end)}
-        header[key_of(part.name, part.box)] = about
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)   # tensors begin at a multiple of 8 bytes
+    header = _header_of(parts)
     try:
         with open(path, "xb") as file:
-            for data in chain([len(text).to_bytes(8, "little"), text], map(_bytes_of, parts)):
-                file.write(data)
+            file.write(header)
+            for part in parts:
+                file.write(_bytes_of(part))
             file.flush()
             with ThreadPoolExecutor(1) as beside:
                 synced = beside.submit(os.fsync, file.fileno())   # mostly waiting, so hash meanwhile
@@ -83,6 +76,20 @@ def write_parts(path: Path, parts: Sequence[Part]) -> SavedFile:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise StorageError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+def _header_of(parts: Iterable[Part]) -> bytes:
+    """What a safetensors file begins with: the length of a JSON text, and the text, which says where in the file each tensor is."""
+    entries: dict[str, Any] = {}
+    start = 0
+    for part in parts:
+        stop = start + part.values.nbytes
+        entries[key_of(part.name, part.box)] = {
+            "dtype": FORMATS[part.values.dtype], "shape": shape_of(part.box), "data_offsets": (start, stop)}
+        start = stop
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)   # tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
 
 
 def _digest_of(path: Path) -> str:
@@ -106,7 +113,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written ({error.strerror or error}); give another folder") from None
     try:
-        if not _take(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if not _try_lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
             raise StorageError(f"{folder}: another job is saving into this folder; give each job its own")
         try:
             yield
@@ -141,12 +148,12 @@ def _locked(folder: Path, how: int) -> Iterator[bool]:
         yield True
         return
     try:
-        yield _take(lock, how)
+        yield _try_lock(lock, how)
     finally:
         os.close(lock)
 
 
-def _take(lock: int, how: int) -> bool:
+def _try_lock(lock: int, how: int) -> bool:
     """Lock an open file or folder. Returns whether that is so; True, too, where there are no locks."""
     try:
         fcntl.flock(lock, how)
@@ -184,7 +191,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
 def _remove_unnamed(folder: Path, named: set[str]) -> None:
     """Remove files of earlier or unfinished checkpoints. If that fails, the next checkpoint tries again."""
     for path in folder.iterdir():
-        if REMOVED.fullmatch(path.name) and path.name not in named:
+        if REMOVABLE.fullmatch(path.name) and path.name not in named:
             with suppress(OSError):
                 path.unlink()
 
@@ -238,7 +245,7 @@ def _read_manifest(folder: Path) -> tuple[str, Manifest]:
         raise DataError(f"{path}: cannot be read ({error})") from None
     manifest = from_json(text, str(path))
     for saved in manifest.files:
-        if not OURS.fullmatch(saved.name):
+        if not RANK_FILE.fullmatch(saved.name):
             raise DataError(f"{path}: names {saved.name!r}, expected files beside it such as {file_name('0' * 12, 0)}; it is damaged")
         try:
             problem = _misfit(folder, saved)
@@ -275,21 +282,23 @@ class Reader(ExitStack):
 
         raises: DataError
         """
-        for piece in self.manifest.tensors[part.name].pieces:
-            if (both := intersection(piece.box, part.box)) is not None:
-                key = key_of(part.name, piece.box)
-                try:
-                    values = self._read(piece.file, key, within(both, piece.box))
-                except (OSError, SafetensorError) as error:
-                    raise DataError(f"{self.folder / self.manifest.files[piece.file].name}: {part.name} cannot be read ({error})") from None
-                if values.dtype != (announced := self.manifest.tensors[part.name].dtype):
-                    raise DataError(f"{self.folder}: {part.name} is {values.dtype} in its file, and the manifest says {announced}")
-                part.values[within(both, part.box)].copy_(values)
+        saved = self.manifest.tensors[part.name]
+        for piece in saved.pieces:
+            if (overlap := intersection(piece.box, part.box)) is not None:
+                values = self._read(part.name, piece, overlap)
+                if values.dtype != saved.dtype:
+                    raise DataError(f"{self.folder}: {part.name} is {values.dtype} in its file, and the manifest says {saved.dtype}")
+                part.values[within(overlap, part.box)].copy_(values)
 
-    def _read(self, file: int, key: str, where: tuple[slice, ...]) -> Tensor:
-        saved = self._file(file)
-        with torch.device("cpu"):   # safetensors makes a slice on torch's default device
-            return saved.get_slice(key)[where] if where else saved.get_tensor(key)   # type: ignore[no-any-return]
+    def _read(self, name: str, piece: StoredBox, overlap: Box) -> Tensor:
+        """The elements of `overlap`, a box inside that of the piece."""
+        key, where = key_of(name, piece.box), within(overlap, piece.box)
+        try:
+            file = self._file(piece.file)
+            with torch.device("cpu"):   # safetensors makes a slice on torch's default device
+                return file.get_slice(key)[where] if where else file.get_tensor(key)   # type: ignore[no-any-return]
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{self.folder / self.manifest.files[piece.file].name}: {name} cannot be read ({error})") from None
 
     def _file(self, number: int) -> Any:
         if number not in self._open:

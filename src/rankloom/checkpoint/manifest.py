@@ -12,6 +12,7 @@ source: DCP (torch.distributed.checkpoint) for loading on another mesh; here the
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -45,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A box of a tensor, in a file."""
+    """A box of a tensor, in a file. file: its number in `Manifest.files`"""
 
     file: int
     box: Box
@@ -109,28 +110,44 @@ def assign_writers(announced: Sequence[Sequence[AnnouncedPart]]) -> list[list[in
     announced: the parts of each rank, in rank order
     raises:    ModelMismatch when ranks disagree on the shape or dtype of a tensor, or do not hold all of it between them
     """
-    holders: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    firsts: dict[str, tuple[int, AnnouncedPart]] = {}
+    _expect_agreement(announced)
+    holders: dict[tuple[str, str], list[tuple[int, int]]] = {}   # of each box: (rank, number of its part)
     for rank, parts in enumerate(announced):
         for number, part in enumerate(parts):
+            holders.setdefault((part.name, str(part.box)), []).append((rank, number))
+    shares: list[list[int]] = [[] for _ in announced]
+    nbytes = [0] * len(announced)   # that each rank writes
+    for found in holders.values():
+        rank, number = min(found, key=lambda holder: nbytes[holder[0]])
+        part = announced[rank][number]
+        shares[rank].append(number)
+        nbytes[rank] += part.numel * getattr(torch, part.dtype).itemsize
+    _expect_whole_tensors([announced[rank][number] for rank, share in enumerate(shares) for number in share])
+    return shares
+
+
+def _expect_agreement(announced: Sequence[Sequence[AnnouncedPart]]) -> None:
+    """Raise ModelMismatch when ranks disagree on the shape or dtype of a tensor."""
+    firsts: dict[str, tuple[int, AnnouncedPart]] = {}
+    for rank, parts in enumerate(announced):
+        for part in parts:
             first_rank, first = firsts.setdefault(part.name, (rank, part))
             if part.kind != first.kind:
                 raise ModelMismatch(f"{part.name} is {first.kind} on rank {first_rank} and {part.kind} on rank {rank}: "
                                     "it cannot be one tensor")
-            holders.setdefault((part.name, str(part.box)), []).append((rank, number))
-    shares: list[list[int]] = [[] for _ in announced]
-    load, saved = [0] * len(announced), dict.fromkeys(firsts, 0)
-    for found in holders.values():
-        rank, number = min(found, key=lambda at: load[at[0]])
-        part = announced[rank][number]
-        shares[rank].append(number)
-        load[rank] += part.numel * getattr(torch, part.dtype).itemsize
-        saved[part.name] += part.numel
-    for name, (_, first) in firsts.items():
-        if saved[name] != (wanted := prod(first.shape)):
-            raise ModelMismatch(f"ranks hold {saved[name]} elements of {name} between them, expected {wanted}; "
+
+
+def _expect_whole_tensors(written: Iterable[AnnouncedPart]) -> None:
+    """Raise ModelMismatch unless these parts have as many elements of each tensor as it has."""
+    found: Counter[str] = Counter()
+    wanted: dict[str, int] = {}
+    for part in written:
+        found[part.name] += part.numel
+        wanted[part.name] = prod(part.shape)
+    for name, numel in wanted.items():
+        if found[name] != numel:
+            raise ModelMismatch(f"ranks hold {found[name]} elements of {name} between them, expected {numel}; "
                                 "has a step failed on one of them?")
-    return shares
 
 
 def assemble(announced: Sequence[Sequence[AnnouncedPart]], shares: Sequence[Sequence[int]], files: Sequence[SavedFile | None],
@@ -140,11 +157,12 @@ def assemble(announced: Sequence[Sequence[AnnouncedPart]], shares: Sequence[Sequ
     files: one per rank, or None if the rank had nothing to write
     """
     tensors: dict[str, SavedTensor] = {}
-    number_of = {rank: number for number, rank in enumerate(rank for rank, file in enumerate(files) if file is not None)}
+    writers = [rank for rank, file in enumerate(files) if file is not None]
+    file_of = {rank: number for number, rank in enumerate(writers)}
     for rank, share in enumerate(shares):
         for part in (announced[rank][number] for number in share):
             saved = tensors.setdefault(part.name, SavedTensor(getattr(torch, part.dtype), tuple(part.shape)))
-            saved.pieces.append(StoredBox(number_of[rank], tuple(Span(*span) for span in part.box)))
+            saved.pieces.append(StoredBox(file_of[rank], tuple(Span(*span) for span in part.box)))
     return Manifest(tensors, [file for file in files if file is not None], dict(facts))
 
 
@@ -155,11 +173,10 @@ def key_of(name: str, box: Box) -> str:
 
 def to_json(manifest: Manifest) -> str:
     """The manifest's file: a line for each tensor and file, for human readers, and the SHA-256 of all these in the last line."""
-    tensors = [f"{json.dumps(name)}: {json.dumps(_tensor_fields(saved))}" for name, saved in manifest.tensors.items()]
-    files = [json.dumps([file.name, file.nbytes, file.sha256]) for file in manifest.files]
-    parts = (f'"format": {FORMAT}', f'"facts": {json.dumps(manifest.facts)}', '"files": [\n' + ",\n".join(files) + "\n]",
-             '"tensors": {\n' + ",\n".join(tensors) + "\n}")
-    body = ",\n".join(parts)
+    files = ",\n".join(json.dumps([file.name, file.nbytes, file.sha256]) for file in manifest.files)
+    tensors = ",\n".join(f"{json.dumps(name)}: {json.dumps(_tensor_fields(saved))}" for name, saved in manifest.tensors.items())
+    body = (f'"format": {FORMAT},\n"facts": {json.dumps(manifest.facts)},\n'
+            f'"files": [\n{files}\n],\n"tensors": {{\n{tensors}\n}}')
     return f'{{{body}{_HASH}{_sha256(body)}"}}\n'
 
 
@@ -189,17 +206,23 @@ def from_json(text: str, where: str) -> Manifest:
         if _sha256(body) != read["sha256"]:
             raise DataError(f"{where}: is not what was written: its SHA-256 is another; the manifest is damaged")
         files = [SavedFile(*fields) for fields in read["files"]]
-        manifest = Manifest({name: _tensor_of(fields) for name, fields in read["tensors"].items()}, files, read["facts"])
+        tensors = {name: _tensor_of(fields) for name, fields in read["tensors"].items()}
+        manifest = Manifest(tensors, files, read["facts"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{where}: is no manifest of a checkpoint ({type(error).__name__}: {error})") from None
+    _expect_sound(manifest, where)
+    return manifest
+
+
+def _expect_sound(manifest: Manifest, where: str) -> None:
+    """Raise DataError unless all pieces are in files that there are, and make up their tensors."""
     for name, saved in manifest.tensors.items():
-        if other := [piece.file for piece in saved.pieces if not 0 <= piece.file < len(files)]:
-            raise DataError(f"{where}: has a piece of {name} in file {other[0]} of {len(files)}; the manifest is damaged")
+        if unknown := [piece.file for piece in saved.pieces if not 0 <= piece.file < len(manifest.files)]:
+            raise DataError(f"{where}: has a piece of {name} in file {unknown[0]} of {len(manifest.files)}; the manifest is damaged")
         if not is_partition([piece.box for piece in saved.pieces], saved.shape):
             raise DataError(f"{where}: the pieces of {name} are not each element of {saved.shape} once; the manifest is damaged")
-    return manifest
 
 
 def _tensor_of(fields: Mapping[str, Any]) -> SavedTensor:
