@@ -97,11 +97,11 @@ def test_top_k_draws_among_the_k_likeliest_only():
 
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_a_temperature_near_zero_takes_the_likeliest_token(top_k):
-    """Scores over 1e-320 had been infinite, and odds no numbers."""
+    """Scores over 1e-320 had been infinite, and probabilities no numbers."""
     assert int(choose_token(torch.tensor([[0.0, 3.0, 1.0, -torch.inf]]), 1e-320, top_k, [torch.Generator().manual_seed(0)])) == 1
 
 
-def test_draws_follow_the_odds():
+def test_draws_follow_the_probabilities():
     logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]]))
     g = torch.Generator().manual_seed(0)
     drawn = torch.stack([choose_token(logits, 1.0, None, [g]) for _ in range(4000)]).flatten()

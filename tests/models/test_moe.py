@@ -229,7 +229,7 @@ def test_auxiliary_losses_are_sums_over_tokens_and_belong_to_training_only():
     for name, layer in expert_layers(model).items():
         layer.router.register_forward_hook(lambda _, args, choice, name=name: seen.update({name: choice}))
     total, _ = model.train()(tokens, targets=tokens)
-    wanted = sum(0.5 * balance_loss(choice.experts, choice.scores) + 0.25 * choice.spread.square().sum() for choice in seen.values())
+    wanted = sum(0.5 * balance_loss(choice.experts, choice.scores) + 0.25 * choice.logsumexp.square().sum() for choice in seen.values())
     torch.testing.assert_close(total - plain, wanted, rtol=1e-10, atol=0)   # a difference of larger numbers
     assert take_auxiliary_loss(model) is None
     model(tokens)   # logits only, and nobody takes the losses
@@ -330,7 +330,7 @@ def test_the_bias_moves_towards_experts_with_few_tokens_and_stays_in_32_bits():
 def test_a_router_computes_in_32_bits_whatever_the_layer_does():
     layer = make_layer().to(torch.bfloat16)
     choice = layer.router(draw(1, 6, 5).to(torch.bfloat16))
-    assert {choice.scores.dtype, choice.weights.dtype, choice.spread.dtype} == {torch.float32}
+    assert {choice.scores.dtype, choice.weights.dtype, choice.logsumexp.dtype} == {torch.float32}
     wanted = draw(1, 6, 5).to(torch.bfloat16).double() @ layer.router.weight.double().T
     torch.testing.assert_close(choice.scores.double(), wanted.softmax(-1), rtol=1e-5, atol=0)   # fp32
     assert layer(draw(1, 6, 5).to(torch.bfloat16)).dtype == torch.bfloat16

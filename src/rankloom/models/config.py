@@ -29,10 +29,10 @@ class MoEConfig:
     bias_rate: float = 0.0        # how far a step moves the biases that even the use of experts without a loss; 0: no biases
 
     def __post_init__(self) -> None:
-        for name in ("experts", "top_k", "ffn", "shared"):
+        for name, least in (("experts", 1), ("top_k", 1), ("ffn", 1), ("shared", 0)):
             value = getattr(self, name)
-            if not is_whole_number(value, 0 if name == "shared" else 1):
-                raise ConfigError(f"model.moe.{name} is {value!r}; it must be a whole number, {int(name != 'shared')} or more")
+            if not is_whole_number(value, least):
+                raise ConfigError(f"model.moe.{name} is {value!r}; it must be a whole number, {least} or more")
         if self.top_k > self.experts:
             raise ConfigError(f"model.moe.top_k = {self.top_k}, but there are {self.experts} experts")
         for name in ("capacity", "balance_loss", "router_z_loss", "bias_rate"):
@@ -128,24 +128,20 @@ def preset(name: str, **overrides: object) -> GPTConfig:
     """
     if name not in PRESETS:
         raise ConfigError(f"no model preset {name!r}. {did_you_mean(name, PRESETS)} `rankloom presets` tells of all")
-    return _override(PRESETS[name], overrides)
-
-
-def _override(config: GPTConfig, overrides: dict[str, object]) -> GPTConfig:
     known = [field.name for field in fields(GPTConfig)]
     for key in overrides:
         if key not in known:
             raise ConfigError(f"no model setting {key!r}. {did_you_mean(key, known)}")
-    return replace(config, **overrides)  # type: ignore[arg-type]
+    return replace(PRESETS[name], **overrides)  # type: ignore[arg-type]
 
 
 def parameter_count(config: GPTConfig) -> int:
     """Parameters of `GPT(config)`. A tied matrix counts once."""
-    return _parameters(config, 0 if config.moe is None else config.moe.experts)
+    return _parameters_with_experts(config, 0 if config.moe is None else config.moe.experts)
 
 
-def _parameters(config: GPTConfig, experts: int) -> int:
-    """The same, with `experts` routed experts counted in each block."""
+def _parameters_with_experts(config: GPTConfig, experts: int) -> int:
+    """The same, with so many routed experts counted in each block."""
     attention = 2 * config.width * (config.width + config.kv_width)     # query, output; key, value
     moe = config.moe
     inner = config.ffn if moe is None else (experts + moe.shared) * moe.ffn
@@ -164,4 +160,5 @@ def model_flops_per_token(config: GPTConfig, seq_len: int | None = None) -> int:
     Recomputed activations do not count: these are model FLOPs, not hardware FLOPs.
     """
     seq_len = config.seq_len if seq_len is None else seq_len
-    return 6 * _parameters(config, 0 if config.moe is None else config.moe.top_k) + 6 * config.layers * config.width * seq_len
+    used = _parameters_with_experts(config, 0 if config.moe is None else config.moe.top_k)
+    return 6 * used + 6 * config.layers * config.width * seq_len

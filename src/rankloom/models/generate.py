@@ -37,8 +37,10 @@ def generate(model: GPT, prompt_tokens: Tensor, *, max_new_tokens: int, temperat
     _check_options(model, max_new_tokens, temperature, top_k, stop)
     rows = len(prompt_tokens)
     generators = [stream(seed, "generate", row) for row in range(rows)]
-    ended, failed = torch.zeros(rows, dtype=torch.bool, device=prompt_tokens.device), None
-    text, unread, caches = prompt_tokens, prompt_tokens[:, -model.config.seq_len:], new_caches(model)
+    text, unread = prompt_tokens, prompt_tokens[:, -model.config.seq_len:]   # unread: the tokens that are not in the caches
+    caches = new_caches(model)
+    ended = torch.zeros(rows, dtype=torch.bool, device=prompt_tokens.device)
+    failed: NonFinite | None = None
     with evaluating(model), sdpa_kernel(UNPLANNED):
         for _ in range(max_new_tokens):
             is_over = failed is not None or (stop is not None and bool(ended.all()))
@@ -109,6 +111,6 @@ def choose_token(logits: Tensor, temperature: float, top_k: int | None, generato
     if top_k is not None and top_k < scores.shape[1]:
         kth = scores.topk(top_k, dim=1).values[:, -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)
-    odds = scores.softmax(dim=1)
-    drawn = [int(torch.multinomial(row, 1, generator=g)) for row, g in zip(odds, generators, strict=True)]
+    probabilities = scores.softmax(dim=1)
+    drawn = [int(torch.multinomial(row, 1, generator=generator)) for row, generator in zip(probabilities, generators, strict=True)]
     return torch.tensor(drawn, dtype=torch.long, device=logits.device)   # of no rows too, where a rank has no prompt

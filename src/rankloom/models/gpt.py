@@ -78,7 +78,8 @@ class KVCache:
         """Append the keys and values [B, T, K, D] of new tokens; returns those of all tokens."""
         if not self.length:
             self.keys, self.values = (x.new_empty(len(x), self.capacity, *x.shape[2:]) for x in (keys, values))
-        start, self.length = self.length, self.length + keys.shape[1]
+        start = self.length
+        self.length += keys.shape[1]
         self.keys[:, start:self.length], self.values[:, start:self.length] = keys, values
         return self.keys[:, :self.length], self.values[:, :self.length]
 

@@ -95,7 +95,7 @@ class Choice(NamedTuple):
     experts: Tensor    # [B, T, k] the chosen experts
     weights: Tensor    # [B, T, k] their weights
     scores: Tensor     # [B, T, E] softmax of the logits over all experts
-    spread: Tensor     # [B, T] log-sum-exp of the logits
+    logsumexp: Tensor  # [B, T] of the logits over all experts
 
 
 class Router(nn.Module):
@@ -156,10 +156,10 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, part: SequencePart = WHOLE) -> Tensor:
         """x: [B, T, W] -> [B, T, W]. A dropped choice adds nothing; the residual stream passes unchanged."""
         choice = self.router(x)
-        row = part.gather(choice.experts)
-        kept = part.own(within_capacity(row, self.config)) if self.config.capacity and self.training else None
+        chosen = part.gather(choice.experts)   # [B, all, k]: of whole rows
+        kept = part.own(within_capacity(chosen, self.config)) if self.config.capacity and self.training else None
         if self.training:
-            self._account(choice, row, kept)
+            self._account(choice, chosen, kept)
         elif not self.adds_up:
             self.auxiliary = None   # an old loss that was never taken must not enter a later one
         mixed = self._through_experts(x, choice, kept)
@@ -181,11 +181,13 @@ class MoE(nn.Module):
             self.router.bias.data += self.config.bias_rate * torch.sign(routed.mean() - routed)
 
     def _through_experts(self, x: Tensor, choice: Choice, kept: Tensor | None) -> Tensor:
-        expert, k, n = choice.experts.flatten(), self.config.top_k, self.config.experts
+        """x: [B, T, W] -> [B, T, W]: each token's weighted sum over its experts; those that are not in `kept` [B, T, k] add nothing."""
+        k, experts = self.config.top_k, self.config.experts
+        expert = choice.experts.flatten()   # [B*T*k]
         if kept is not None:
-            expert = torch.where(kept.flatten(), expert, n)   # sorts dropped choices last
+            expert = torch.where(kept.flatten(), expert, experts)   # sorts dropped choices last
         order = expert.argsort(stable=True)
-        counts = how_often(expert, n + 1)[:n]
+        counts = how_often(expert, experts + 1)[:experts]
         if kept is not None:
             order = order[:int(counts.sum())]
         rows = self.dispatch(self.experts, x.flatten(0, 1)[order // k], counts)
@@ -194,9 +196,10 @@ class MoE(nn.Module):
         places = rows.new_zeros(expert.numel(), x.shape[-1]).index_copy(0, order, rows)
         return places.view(*x.shape[:-1], k, x.shape[-1]).sum(-2)
 
-    def _account(self, choice: Choice, row: Tensor, kept: Tensor | None) -> None:
+    def _account(self, choice: Choice, chosen: Tensor, kept: Tensor | None) -> None:
+        """Charge the auxiliary losses of a training forward, and count its tokens. chosen: of whole rows"""
         config = self.config
-        extra = balance_loss(row, choice.scores) * config.balance_loss + choice.spread.square().sum() * config.router_z_loss
+        extra = balance_loss(chosen, choice.scores) * config.balance_loss + choice.logsumexp.square().sum() * config.router_z_loss
         routed = how_often(choice.experts.flatten(), config.experts)
         self._remember(extra, routed, None if kept is None else (~kept).sum())
 
@@ -251,15 +254,15 @@ def within_capacity(chosen: Tensor, config: MoEConfig) -> Tensor:
     return kept.view(rows, k, length).transpose(1, 2)
 
 
-def balance_loss(row: Tensor, scores: Tensor) -> Tensor:
+def balance_loss(chosen: Tensor, scores: Tensor) -> Tensor:
     """How unevenly rows use the experts: a sum over tokens; 1 per token when all experts are used equally, more otherwise.
 
-    row:    [B, T', k], the choices of whole rows
+    chosen: [B, all, k], the experts chosen in whole rows
     scores: [B, T, E], of the tokens on this rank
     """
     experts = scores.shape[-1]
-    asked = row.flatten(1)
-    used = torch.zeros(row.shape[0], experts, dtype=scores.dtype, device=scores.device)
+    asked = chosen.flatten(1)
+    used = torch.zeros(chosen.shape[0], experts, dtype=scores.dtype, device=scores.device)
     used.scatter_add_(1, asked, torch.ones_like(asked, dtype=scores.dtype))
     return (used * (experts / max(1, asked.shape[1])) * scores.sum(1)).sum()
 

@@ -41,10 +41,11 @@ def gpt_pieces(model: GPT, part: Callable[[], SequencePart] = whole_sequences,
     # closure, which `copy.deepcopy` would not copy: a copied stage would run, and train, the modules of the first one.
     embedding, dropout, rotary, norm = model.embedding, model.embedding_dropout, model.rotary, model.norm
     head = model.head or embedding
-    return [({"embedding": embedding, "embedding_dropout": dropout}, partial(_embed, embedding, dropout)),
-            *(({f"blocks.{i}": block, "rotary": rotary}, partial(_run_block, block, rotary, part, inputs))
-              for i, block in enumerate(model.blocks)),
-            ({"norm": norm, "embedding" if model.head is None else "head": head}, partial(_before_output, norm, head))]
+    first = {"embedding": embedding, "embedding_dropout": dropout}, partial(_embed, embedding, dropout)
+    blocks = [({f"blocks.{i}": block, "rotary": rotary}, partial(_run_block, block, rotary, part, inputs))
+              for i, block in enumerate(model.blocks)]
+    last = {"norm": norm, "embedding" if model.head is None else "head": head}, partial(_before_output, norm, head)
+    return [first, *blocks, last]
 
 
 def _embed(embedding: nn.Module, dropout: nn.Module, tokens: Tensor) -> Tensor:
@@ -55,13 +56,13 @@ def _before_output(norm: nn.Module, head: nn.Linear | nn.Embedding, x: Tensor) -
     return BeforeOutput(norm(x), head.weight)
 
 
-def _run_block(block: nn.Module, rotary: Rotary, part: Callable[[], SequencePart], inputs: Callable[[], Tensor] | None,
+def _run_block(block: nn.Module, rotary: Rotary, current_part: Callable[[], SequencePart], inputs: Callable[[], Tensor] | None,
                x: Tensor) -> Tensor:
-    now = part()
+    part = current_part()
     tokens = x if inputs is None else inputs()
-    rotary.expect_room(getattr(now, "length", tokens.shape[1]))   # a part of whole sequences knows how long these are
-    cos, sin = rotary(0, tokens.shape[1]) if now.positions is None else rotary.at(now.positions)
-    return block(x, cos, sin, part=now)   # type: ignore[no-any-return]
+    rotary.expect_room(getattr(part, "length", tokens.shape[1]))   # a part of whole sequences knows how long these are
+    cos, sin = rotary(0, tokens.shape[1]) if part.positions is None else rotary.at(part.positions)
+    return block(x, cos, sin, part=part)   # type: ignore[no-any-return]
 
 
 def gpt_answer(model: GPT) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:

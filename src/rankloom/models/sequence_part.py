@@ -65,11 +65,11 @@ class WholeSequence:
         return mixed.transpose(1, 2)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Nothing to do."""
+        """The same: this rank's tokens are those of whole sequences."""
         return x
 
     def own(self, x: Tensor) -> Tensor:
-        """Nothing to do."""
+        """The same."""
         return x
 
 
@@ -84,10 +84,11 @@ class Packed(WholeSequence):
     """
 
     def __init__(self, documents: Tensor | Sequence[Sequence[int]], tokens: Tensor):
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         cuts = document_cuts(documents, tokens.shape[1], len(tokens))
-        numbers = torch.stack([torch.bucketize(places, places.new_tensor(row), right=True) for row in cuts])
-        self.mask = (numbers[:, None, :, None] == numbers[:, None, None, :]) & (places[:, None] >= places)   # [B or 1, 1, T, T]
+        document = torch.stack([torch.bucketize(positions, positions.new_tensor(row), right=True) for row in cuts])   # [B or 1, T]
+        is_same = document[:, None, :, None] == document[:, None, None, :]
+        self.mask = is_same & (positions[:, None] >= positions)   # [B or 1, 1, T, T]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As `SequencePart.attend`."""
