@@ -66,9 +66,9 @@ def test_the_probabilities_of_all_next_tokens_add_to_one(n):
     for a in range(vocab):
         for b in range(vocab):
             every = np.arange(vocab)
-            odds = probability(levels, np.full(vocab, a), np.full(vocab, b), every, vocab)
-            assert odds.min() > 0
-            assert odds.sum() == pytest.approx(1, rel=1e-12)
+            probabilities = probability(levels, np.full(vocab, a), np.full(vocab, b), every, vocab)
+            assert probabilities.min() > 0
+            assert probabilities.sum() == pytest.approx(1, rel=1e-12)
 
 
 def test_it_finds_the_structure_that_is_there():

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO
 
@@ -45,13 +46,13 @@ class Corpus:
 class Split:
     """Which text of a source is kept for validation: the documents `held_out`, by number; if there are none, the tail of each document."""
 
-    known: Survey
+    survey: Survey
     fraction: float
     held_out: frozenset[int]
 
     def key(self, *more: object) -> str:
         """A key of the cache, for this text in these two parts, and what else is given."""
-        return _key(self.known.fingerprint, self.fraction, tuple(sorted(self.held_out)), *more)
+        return _key(self.survey.fingerprint, self.fraction, tuple(sorted(self.held_out)), *more)
 
     def cut(self, number: int, text: str) -> tuple[str, str]:
         """The training and the validation part of a document; either may be empty."""
@@ -84,8 +85,8 @@ def prepare_corpus(source: str | Path, *, tokenizer: str | Path = "bpe", vocab_s
     split = choose_split(survey(source), validation, seed)
     with disk(folder, "keep tokens in this cache folder (data.cache)"):
         chosen = _tokenizer(source, tokenizer, vocab_size, folder, split, progress)
-        train, held = _tokens(source, chosen, folder, split, progress)
-    return Corpus(str(source), train, held, chosen.vocab_size, chosen, split.key())
+        train, held_out = _tokens(source, chosen, folder, split, progress)
+    return Corpus(str(source), train, held_out, chosen.vocab_size, chosen, split.key())
 
 
 def _default_cache() -> Path:
@@ -95,19 +96,19 @@ def _default_cache() -> Path:
         raise ConfigError("there is no home folder to keep tokens in; name a folder for them, --data.cache FOLDER") from error
 
 
-def choose_split(known: Survey, fraction: float, seed: int) -> Split:
+def choose_split(surveyed: Survey, fraction: float, seed: int) -> Split:
     """Draw whole documents for validation, up to `fraction` of the text. With fewer than FEW documents, or where those that fit give
     less than half of `fraction`, take the tail of each document instead.
     """
-    asked = target = fraction * sum(known.sizes)
-    held: list[int] = []
-    if len(known.sizes) >= FEW:
-        numbers = np.arange(len(known.sizes))
-        for number in permute(numbers, len(numbers), key_to_seed(seed, "validation")).tolist():
-            if known.sizes[number] <= target:
-                held.append(number)
-                target -= known.sizes[number]
-    return Split(known, fraction, frozenset(held if target <= asked / 2 else ()))
+    sizes = surveyed.sizes
+    wanted = fraction * sum(sizes)
+    left, held_out = wanted, list[int]()
+    if len(sizes) >= FEW:
+        for number in permute(np.arange(len(sizes)), len(sizes), key_to_seed(seed, "validation")).tolist():
+            if sizes[number] <= left:
+                held_out.append(number)
+                left -= sizes[number]
+    return Split(surveyed, fraction, frozenset(held_out if left <= wanted / 2 else ()))
 
 
 def _from_array(path: Path, tokenizer: str | Path, vocab_size: int, validation: float,
@@ -159,19 +160,19 @@ def _training_text(source: str | Path, split: Split) -> Iterator[str]:
 def _tokens(source: str | Path, tokenizer: Tokenizer, folder: Path, split: Split,
             progress: Progress | None) -> tuple[Tokens, Tokens]:
     """Training and validation tokens; encodes them if the cache lacks any."""
-    name = tokenizer_hash(tokenizer)
-    base = folder / "tokens" / split.key(name)
+    digest = tokenizer_hash(tokenizer)
+    base = folder / "tokens" / split.key(digest)
     paths = base.with_suffix(".train.bin"), base.with_suffix(".validation.bin")
-    notes = *(Path(f"{path}.json") for path in paths), base.with_suffix(".json")
+    notes = [Path(f"{path}.json") for path in (*paths, base)]
     if not _complete(notes, paths):
         counts = _encode(source, tokenizer, split, paths, progress)
-        entry = {"source": str(source), "source_sha256": split.known.fingerprint, "tokenizer_sha256": name,
+        entry = {"source": str(source), "source_sha256": split.survey.fingerprint, "tokenizer_sha256": digest,
                  "dtype": token_dtype(tokenizer.vocab_size).name, "train": counts[0], "validation": counts[1]}
         for note in notes:
             with replacing(note) as temporary:
                 temporary.write_text(json.dumps(entry))
-    train, held = (open_tokens(path) for path in paths)
-    return train, held
+    train, held_out = map(open_tokens, paths)
+    return train, held_out
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
@@ -184,9 +185,9 @@ def _complete(notes: Sequence[Path], paths: tuple[Path, Path]) -> bool:
     """Whether both arrays exist, and are as long as all notes say. A power cut may leave notes empty: they count as missing."""
     try:
         entry, *others = map(read_json, notes)
-        size = {dtype.name: dtype.itemsize for dtype in TOKEN_DTYPES}[entry["dtype"]]
-        return entry["train"] * size == paths[0].stat().st_size and entry["validation"] * size == paths[1].stat().st_size \
-            and others == [entry] * len(others)
+        itemsize = {dtype.name: dtype.itemsize for dtype in TOKEN_DTYPES}[entry["dtype"]]
+        wanted = [entry[part] * itemsize for part in ("train", "validation")]
+        return wanted == [path.stat().st_size for path in paths] and all(other == entry for other in others)
     except (OSError, DataError, KeyError, TypeError):
         return False
 
@@ -194,15 +195,15 @@ def _complete(notes: Sequence[Path], paths: tuple[Path, Path]) -> bool:
 def _encode(source: str | Path, tokenizer: Tokenizer, split: Split, paths: tuple[Path, Path],
             progress: Progress | None) -> tuple[int, int]:
     """Write both arrays; returns how many tokens each has."""
-    total, done = max(1, sum(split.known.sizes)), 0
-    counts = [0, 0]
+    total = max(1, sum(split.survey.sizes))
+    done, counts = 0, [0, 0]
     paths[0].parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         files = [stack.enter_context(open(stack.enter_context(replacing(path)), "wb")) for path in paths]
         for batch in _batches(documents(source)):
+            cut = [split.cut(number, document.text) for number, document in batch]
             for side in (0, 1):
-                texts = [split.cut(number, document.text)[side] for number, document in batch]
-                counts[side] += _write(files[side], [t for t in texts if t], tokenizer)
+                counts[side] += _append(files[side], [parts[side] for parts in cut if parts[side]], tokenizer)
             done += sum(len(document.text) for _, document in batch)
             if progress:
                 progress("tokenize", min(1.0, done / total))
@@ -226,7 +227,7 @@ def _batches(every: Iterator[Document]) -> Iterator[list[tuple[int, Document]]]:
         yield group
 
 
-def _write(file: IO[bytes], texts: Sequence[str], tokenizer: Tokenizer) -> int:
+def _append(file: IO[bytes], texts: Sequence[str], tokenizer: Tokenizer) -> int:
     """Append the tokens of some documents, each followed by the end-of-text token; returns how many tokens."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.eot], dtype=dtype)
@@ -234,7 +235,7 @@ def _write(file: IO[bytes], texts: Sequence[str], tokenizer: Tokenizer) -> int:
     encoded = iter(tokenizer.encode_batch([piece for parts in cut for piece in parts]))
     count = 0
     for parts in cut:
-        for tokens in (*(next(encoded) for _ in parts), end):
+        for tokens in chain(islice(encoded, len(parts)), [end]):
             file.write(tokens.astype(dtype).tobytes())
             count += len(tokens)
     return count

@@ -39,7 +39,7 @@ class Level:
     counts: Counts         # [n] trigrams: how often each occurs; shorter ones: after how many different tokens
     contexts: Counts       # [m] sorted
     totals: Weights        # [m] sum of the counts in each context
-    saved: Weights         # [m] the probability that discounts took from each context, for the shorter n-gram
+    discounted: Weights    # [m] what discounts took from `totals`: the share of the shorter n-gram
     discounts: Weights     # [4] by min(count, 3)
 
 
@@ -57,11 +57,12 @@ def trigram_loss(train: NDArray[Any], validation: NDArray[Any], vocab_size: int,
         raise DataError(f"the trigram baseline holds vocabularies up to {LARGEST_VOCABULARY}, not {vocab_size}")
     levels = count_levels(np.asarray(train[:max_tokens], dtype=np.int64), vocab_size)
     text = np.asarray(validation[:max_tokens], dtype=np.int64)
-    predicted, total = len(text) - 2, 0.0
+    predicted = len(text) - 2
+    total = 0.0
     for start in range(0, predicted, _BLOCK):
         stop = min(predicted, start + _BLOCK)
-        odds = probability(levels, text[start:stop], text[start + 1:stop + 1], text[start + 2:stop + 2], vocab_size)
-        total -= float(np.log(odds).sum())
+        before_last, last, now = (text[start + shift:stop + shift] for shift in range(3))
+        total -= float(np.log(probability(levels, before_last, last, now, vocab_size)).sum())
         if progress:
             progress("trigram baseline", stop / predicted)
     return Baseline(total / predicted, min(len(train), max_tokens), predicted)
@@ -79,35 +80,39 @@ def _level(grams: Counts, counts: Counts, vocab: int) -> Level:
     discounts = _discounts(counts)
     contexts, first = np.unique(grams // vocab, return_index=True)      # sorted grams: a context is a run of them
     totals = np.add.reduceat(counts, first).astype(np.float64)
-    saved = np.add.reduceat(discounts[np.minimum(counts, 3)], first)
-    return Level(grams, counts, contexts, totals, saved, discounts)
+    discounted = np.add.reduceat(discounts[np.minimum(counts, 3)], first)
+    return Level(grams, counts, contexts, totals, discounted, discounts)
 
 
 def _discounts(counts: Counts) -> Weights:
-    """The discounts of counts 1, 2 and 3 or more, estimated from how many n-grams have each count.
+    """[4] The discounts of counts 0 (none), 1, 2 and 3 or more, estimated from how many n-grams have each count.
 
     At least 0.1, where a text is too short for the estimate, so that unseen n-grams keep some probability.
     """
     n = np.bincount(np.minimum(counts, 5), minlength=6).astype(np.float64)
     y = n[1] / max(1.0, n[1] + 2 * n[2])
-    found = [k - (k + 1) * y * n[k + 1] / max(1.0, n[k]) for k in (1, 2, 3)]
-    return np.array([0.0, *(min(float(k), max(0.1, d)) for k, d in zip((1, 2, 3), found, strict=True))])
+    discounts = [0.0]
+    for k in (1, 2, 3):
+        estimate = k - (k + 1) * y * n[k + 1] / max(1.0, n[k])
+        discounts.append(min(float(k), max(0.1, float(estimate))))
+    return np.array(discounts)
 
 
 def probability(levels: tuple[Level, Level, Level], a: Counts, b: Counts, c: Counts, vocab: int) -> Weights:
     """P(c after a, b), elementwise: from discounted counts; the rest of the probability comes from the shorter context."""
-    odds = np.full(len(c), 1.0 / vocab)
+    found = np.full(len(c), 1.0 / vocab)
     for level, context in zip(levels, (np.zeros_like(c), b, a * vocab + b), strict=True):
-        odds = _refine(level, context, context * vocab + c, odds)
-    return odds
+        found = _refine(level, context, context * vocab + c, found)
+    return found
 
 
 def _refine(level: Level, context: Counts, gram: Counts, shorter: Weights) -> Weights:
-    place, known = _find(level.contexts, context)
-    spot, seen = _find(level.grams, gram)
-    count = np.where(seen, level.counts[spot], 0)
+    """The probability of each n-gram after its context; `shorter`, that of the shorter n-gram, where the context is unknown."""
+    at_context, is_known = _find(level.contexts, context)
+    at_gram, is_seen = _find(level.grams, gram)
+    count = np.where(is_seen, level.counts[at_gram], 0)
     kept = count - level.discounts[np.minimum(count, 3)]
-    return np.where(known, (kept + level.saved[place] * shorter) / level.totals[place], shorter)
+    return np.where(is_known, (kept + level.discounted[at_context] * shorter) / level.totals[at_context], shorter)
 
 
 def _find(keys: Counts, wanted: Counts) -> tuple[Counts, NDArray[np.bool_]]:
