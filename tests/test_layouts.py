@@ -168,7 +168,7 @@ def test_strip_square_and_bars_show_what_the_rank_holds():
         own = [(mark.left, mark.top) for mark in draw_slab(scene, part, 0, 0) if mark.fill == colour_of(part)]
         assert own == [(part.coords["shard"] * scene.size.slab / 2, part.coords["tensor"] * scene.size.slab / 2)]
         there, of = experts_of(part)
-        _, whole, mine = draw_bar(scene, part, "experts", (0, 0))
+        _, whole, mine = draw_bar(scene, part, "experts", 0, 0)
         assert (mine.left - whole.left) / whole.width == there.start / of and mine.width / whole.width == len(there) / of
 
 
@@ -177,7 +177,7 @@ def test_bars_of_tokens_and_rows_fill_one_whole():
     for kind, whole, step in (("tokens", 64, 1), ("rows", 8, 2)):   # ranks 0 and 1 have the tokens of a row, 0 and 2 all rows
         filled = []
         for part in (scene.ranks[0], scene.ranks[step]):
-            _, ghost, *mine = draw_bar(scene, part, kind, (0, 0))
+            _, ghost, *mine = draw_bar(scene, part, kind, 0, 0)
             place = lambda at, ghost=ghost, whole=whole: round((at - ghost.left) / ghost.width * whole)
             filled += [at for bar in mine for at in range(place(bar.left), place(bar.left + bar.width))]
         assert sorted(filled) == list(range(whole)), kind

@@ -74,7 +74,7 @@ class Scene:
         return size.header + size.slab + 2 * size.gap + size.bar * (len(self.bars) + (size is LARGE))
 
     @property
-    def letters(self) -> bool:
+    def abbreviates(self) -> bool:
         """Whether axes are named by their first letters, for lack of room."""
         return self.size is SMALL or len(self.mesh.in_use()) > 3
 
@@ -108,10 +108,11 @@ def draw_sheet(scene: Scene) -> Sheet:
             marks += draw_rank(scene, scene.ranks[rank], left, top + label + GAP + row * (scene.height + GAP))
         top += height + GAP
     legend = list(draw_legend(scene, top + 10))
-    lowest = max(mark.y if isinstance(mark, Word) else mark.top + mark.height for mark in legend)
     marks += legend
-    longest = max((mark.x + 0.6 * mark.size * len(mark.text) for mark in marks if isinstance(mark, Word) and mark.at == "start"), default=0)
-    return Sheet(max(width, longest + EDGE_GAP), lowest + 18, tuple(marks), f"{scene.title}: which rank holds what")
+    words = [mark for mark in marks if isinstance(mark, Word) and mark.at == "start"]
+    rightmost = max(word.x + 0.6 * word.size * len(word.text) for word in words)   # by the mean width of a letter
+    lowest = max(mark.y if isinstance(mark, Word) else mark.top + mark.height for mark in legend)
+    return Sheet(max(width, rightmost + EDGE_GAP), lowest + 18, tuple(marks), f"{scene.title}: which rank holds what")
 
 
 def colour_of(part: RankPart) -> str:
@@ -139,8 +140,10 @@ def draw_rank(scene: Scene, part: RankPart, left: float, top: float) -> Iterator
     base = top + size.header * 0.68
     yield Word(left + size.gap, base, f"rank {part.rank}" if large else str(part.rank), 14 if large else 11, "#ffffff", bold=True)
     axes = scene.mesh.in_use()
-    coords = (" ".join(f"{axis[0]}{part.coords[axis]}" for axis in axes) if scene.letters else
-              ", ".join(f"{axis} {part.coords[axis]}" for axis in axes))
+    if scene.abbreviates:
+        coords = " ".join(f"{axis[0]}{part.coords[axis]}" for axis in axes)
+    else:
+        coords = ", ".join(f"{axis} {part.coords[axis]}" for axis in axes)
     yield Word(left + size.width - size.gap, base, coords, size.words, "#ffffff", "end")
     at = top + size.header + size.gap
     yield from draw_strip(scene, part, left + size.gap, at)
@@ -152,30 +155,36 @@ def draw_rank(scene: Scene, part: RankPart, left: float, top: float) -> Iterator
         yield Word(left + size.gap, at + 8, say_modules(modules_of(part)), size.words, INK)
         at += size.bar
     for number, bar in enumerate(scene.bars):
-        yield from draw_bar(scene, part, bar, (left + size.gap, at + number * size.bar))
+        yield from draw_bar(scene, part, bar, left + size.gap, at + number * size.bar)
 
 
 def draw_strip(scene: Scene, part: RankPart, left: float, top: float) -> Iterator[Mark]:
     """The blocks of the model, one below the other."""
     every = list(dict.fromkeys(piece for rank in scene.ranks for piece in modules_of(rank)))
-    here, each = set(modules_of(part)), scene.size.slab / len(every)
-    gap = 1.0 if each > 3 else 0.0
+    here = set(modules_of(part))
+    height = scene.size.slab / len(every)
+    gap = 1.0 if height > 3 else 0.0
     for number, piece in enumerate(every):
         fill = colour_of(part) if piece in here else GHOST
-        yield Box(left, top + number * each, scene.size.strip, each - gap, fill)
+        yield Box(left, top + number * height, scene.size.strip, height - gap, fill)
 
 
 def draw_slab(scene: Scene, part: RankPart, left: float, top: float) -> Iterator[Mark]:
     """The matrices, cut over tensor ranks (rows) and shard ranks (columns)."""
-    rows, columns, colour = scene.mesh.tensor, scene.mesh.shard, colour_of(part)
-    high, wide = scene.size.slab / rows, scene.size.slab / columns
-    gap = 1.0 if min(high, wide) > 4 else 0.0
+    rows, columns = scene.mesh.tensor, scene.mesh.shard
+    height, width = scene.size.slab / rows, scene.size.slab / columns
+    gap = 1.0 if min(height, width) > 4 else 0.0
     for row in range(rows):
         for column in range(columns):
-            mine, kept = row == part.coords["tensor"], scene.kept or columns == 1
-            own = mine and column == part.coords["shard"]
-            fill = colour if own else GHOST if not mine else tint(colour, 0.5 if kept else 0.82)
-            yield Box(left + column * wide, top + row * high, wide - gap, high - gap, fill)
+            fill = GHOST
+            if row == part.coords["tensor"]:
+                fill = colour_of(part) if column == part.coords["shard"] else beside(colour_of(part), scene)
+            yield Box(left + column * width, top + row * height, width - gap, height - gap, fill)
+
+
+def beside(colour: str, scene: Scene) -> str:
+    """The colour of what other shard ranks update: paler where the rank holds it only while it is used."""
+    return tint(colour, 0.5 if scene.kept else 0.82)
 
 
 def draw_memory(scene: Scene, part: RankPart, left: float, top: float) -> Iterator[Mark]:
@@ -192,19 +201,20 @@ def draw_memory(scene: Scene, part: RankPart, left: float, top: float) -> Iterat
         yield Word(left + 50, top + 31 + 14 * line, SHORT[kind], 8, PALE)
 
 
-def draw_bar(scene: Scene, part: RankPart, kind: str, place: tuple[float, float]) -> Iterator[Mark]:
+def draw_bar(scene: Scene, part: RankPart, kind: str, left: float, top: float) -> Iterator[Mark]:
     """One of `bars`: a line for the whole, with this rank's part in colour."""
-    (left, top), size = place, scene.size
+    size = scene.size
     label = size.words * 4.6
-    width, high = size.width - 2 * size.gap - label, size.bar * 0.55
-    yield Word(left, top + high, kind, size.words, PALE)
+    width, height = size.width - 2 * size.gap - label, size.bar * 0.55
+    yield Word(left, top + height, kind, size.words, PALE)
+    yield Box(left + label, top, width, height, GHOST)
     spans, whole = _spans(scene, part, kind)
-    yield Box(left + label, top, width, high, GHOST)
     for span in spans:
-        yield Box(left + label + width * span.start / whole, top, width * len(span) / whole, high, colour_of(part))
+        yield Box(left + label + width * span.start / whole, top, width * len(span) / whole, height, colour_of(part))
 
 
 def _spans(scene: Scene, part: RankPart, kind: str) -> tuple[Sequence[range], int]:
+    """Which of the experts, rows or tokens are this rank's, and how many there are in all."""
     if kind == "experts":
         found = experts_of(part)
         return ([found[0]], found[1]) if found else ([], 1)
@@ -215,23 +225,29 @@ def _spans(scene: Scene, part: RankPart, kind: str) -> tuple[Sequence[range], in
 
 def draw_legend(scene: Scene, top: float) -> Iterator[Mark]:
     """The legend: one line for each mark."""
+    lines = list(legend_lines(scene))
+    for number, (colours, text) in enumerate(lines):
+        y = top + 18 * number
+        for at, colour in enumerate(colours):
+            yield Box(EDGE_GAP + 14 * at, y, 11, 11, colour)
+        yield Word(EDGE_GAP + 14 * len(colours) + (6 if colours else 0), y + 9.5, text, 10.5, INK)
+    yield Word(EDGE_GAP, top + 18 * len(lines) + 10, "bytes: between two steps, without activations", 10.5, PALE)
+
+
+def legend_lines(scene: Scene) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The colours and the text of each line."""
     mesh, colour = scene.mesh, COLOURS[0]
+    yield (colour,), "strip: the blocks of the model, from the embedding down to the head; in colour those that are here"
     cuts = [f"a row for each of {mesh.tensor} tensor ranks"] if mesh.tensor > 1 else []
     cuts += [f"a column for each of {mesh.shard} shard ranks"] if mesh.shard > 1 else []
-    lines: list[tuple[tuple[str, ...], str]] = [
-        ((colour,), "strip: the blocks of the model, from the embedding down to the head; in colour those that are here")]
     cut = f"{' and '.join(cuts)}; dark: what this rank's optimizer updates" if cuts else "none is cut"
-    lines.append(((colour,), f"square: their matrices, {cut}"))
+    yield (colour,), f"square: their matrices, {cut}"
     if mesh.shard > 1:
-        words = "beside that, kept whole" if scene.kept else "beside that, gathered while it is used, then let go"
-        lines.append(((tint(colour, 0.5 if scene.kept else 0.82),), words))
-    lines += [((GHOST,), "on other ranks only")]
-    lines += [((), "letters: " + ", ".join(f"{axis[0]} {axis}" for axis in scene.mesh.in_use()))] if scene.letters else []
-    stages = [COLOURS[at % len(COLOURS)] for at in range(mesh.pipe)]
-    lines += [(tuple(stages), f"stages of the pipeline: pipe 0 to {mesh.pipe - 1}")] if mesh.pipe > 1 else []
-    for number, (fills, words) in enumerate(lines):
-        y = top + 18 * number
-        for at, fill in enumerate(fills):
-            yield Box(EDGE_GAP + 14 * at, y, 11, 11, fill)
-        yield Word(EDGE_GAP + 14 * len(fills) + (6 if fills else 0), y + 9.5, words, 10.5, INK)
-    yield Word(EDGE_GAP, top + 18 * len(lines) + 10, "bytes: between two steps, without activations", 10.5, PALE)
+        how_long = "kept whole" if scene.kept else "gathered while it is used, then let go"
+        yield (beside(colour, scene),), f"beside that, {how_long}"
+    yield (GHOST,), "on other ranks only"
+    if scene.abbreviates:
+        yield (), "letters: " + ", ".join(f"{axis[0]} {axis}" for axis in mesh.in_use())
+    if mesh.pipe > 1:
+        stages = tuple(COLOURS[at % len(COLOURS)] for at in range(mesh.pipe))
+        yield stages, f"stages of the pipeline: pipe 0 to {mesh.pipe - 1}"

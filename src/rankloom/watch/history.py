@@ -90,7 +90,8 @@ def _means(values: list[float], spans: NDArray[np.int64]) -> list[float]:
     Sums of 1, 2, 4, 8 ... neighbours are put together. Differences of running sums would lose small values that follow large ones.
     """
     start, length = np.arange(len(spans)) - spans, 2 * spans + 1
-    sums, total, width = np.array(values, dtype=np.float64), np.zeros(len(spans)), 1   # sums[i]: of values[i : i + width]
+    total = np.zeros(len(spans))
+    sums, width = np.array(values, dtype=np.float64), 1   # sums[i]: of values[i : i + width]
     while width <= length.max(initial=0):
         takes = (length & width) != 0
         total[takes] += sums[start[takes]]

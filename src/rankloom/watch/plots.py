@@ -47,11 +47,12 @@ def plot_loss(run: Path) -> Path:
 
 
 def _draw_losses(axes: Axes, history: History) -> None:
-    points = [(step["step"], _drawable(step["loss"])) for step in history.steps if step["loss"] is not None]
-    steps, losses, lost = [x for x, _ in points], [y for _, y in points], len(history.steps) - len(points)
+    finite = [step for step in history.steps if step["loss"] is not None]
+    steps, losses = [step["step"] for step in finite], [_drawable(step["loss"]) for step in finite]
+    lost = len(history.steps) - len(finite)
     each = "training, each step" + (f" ({lost} without a finite loss)" if lost else "")
     axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=1, label=each)
-    axes.plot(steps, smooth(losses), "o" if len(points) == 1 else "-", color=BLUE, linewidth=2, label="training, smoothed")
+    axes.plot(steps, smooth(losses), "o" if len(steps) == 1 else "-", color=BLUE, linewidth=2, label="training, smoothed")
     if history.evaluations:
         at = [event["step"] for event in history.evaluations]
         axes.plot(at, [_drawable(event["loss"]) for event in history.evaluations], "o-", color=ORANGE, label="validation")
@@ -89,7 +90,8 @@ def plot_bench(times: Sequence[Timed], curves: Mapping[tuple[int, str], Points],
 
     curves: (ranks, algorithm) -> points (bytes, seconds) of the fitted model, drawn as thin lines
     """
-    columns, names = sorted({timed.ranks for timed in times}), list(dict.fromkeys(timed.algorithm for timed in times))
+    columns = sorted({timed.ranks for timed in times})
+    names = list(dict.fromkeys(timed.algorithm for timed in times))
     figure = Figure(figsize=(1.5 + 5 * len(columns), 8), layout="constrained")
     grid = figure.subplots(2, len(columns), squeeze=False, sharex=True, sharey="row")
     for ranks, above, below in zip(columns, grid[0], grid[1]):
@@ -97,7 +99,7 @@ def plot_bench(times: Sequence[Timed], curves: Mapping[tuple[int, str], Points],
             mine = [timed for timed in times if (timed.ranks, timed.algorithm) == (ranks, name)]
             look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
             _draw_algorithm(above, below, sorted(mine, key=lambda timed: timed.bytes), curves.get((ranks, name), ()), look)
-        _sizes_and_seconds(above, below, sorted({timed.bytes for timed in times}))
+        _scale_axes(above, below, sorted({timed.bytes for timed in times}))
         above.set_title(f"{ranks} ranks")
         below.set_xlabel("size")
     grid[0][0].set_ylabel("time of one call")
@@ -121,7 +123,8 @@ def _draw_algorithm(above: Axes, below: Axes, times: Sequence[Timed], model: Poi
     below.plot([n for n, _ in model], [n * rate / t for n, t in model], "--", linewidth=0.8, color=look["color"])
 
 
-def _sizes_and_seconds(above: Axes, below: Axes, sizes: list[int]) -> None:
+def _scale_axes(above: Axes, below: Axes, sizes: list[int]) -> None:
+    """Make all axes logarithmic: ticks at the measured sizes, labels in bytes, seconds and GB/s."""
     for axes in (above, below):
         axes.set_xscale("log", base=4)
         axes.set_yscale("log")
@@ -130,9 +133,13 @@ def _sizes_and_seconds(above: Axes, below: Axes, sizes: list[int]) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_bytes(value)))
         axes.tick_params(axis="x", rotation=45)
         axes.grid(alpha=0.3)
-    for axes, words in ((above, lambda value: show_seconds(value).replace(".00", "").replace(".0", "")), (below, "{:g}".format)):
+    for axes, words in ((above, _short_seconds), (below, "{:g}".format)):
         axes.yaxis.set_major_formatter(_Words(words))
         axes.yaxis.set_minor_formatter(_Words(words))
+
+
+def _short_seconds(value: float) -> str:
+    return show_seconds(value).replace(".00", "").replace(".0", "")
 
 
 class _Words(LogFormatter):
@@ -149,7 +156,8 @@ class _Words(LogFormatter):
 
 def _logarithmic(axes: Axes, rows: list[Row]) -> None:
     """Make both axes logarithmic, with plain ticks: the measured numbers of ranks, and powers of 2 around every speed-up."""
-    lowest, highest = min(row.speed_up for row in rows), max(max(row.ranks, row.speed_up) for row in rows)
+    lowest = min(row.speed_up for row in rows)
+    highest = max(max(row.ranks, row.speed_up) for row in rows)
     ticks = [2.0 ** power for power in range(floor(log2(lowest)), ceil(log2(highest)) + 1)]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)

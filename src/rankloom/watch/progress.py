@@ -38,8 +38,11 @@ class Pace:
     def after(self, done: StepDone) -> "Pace":
         """The pace with the step `done` included."""
         weight = max(LEAST_WEIGHT, 1 / max(1, self.steps))
-        values = ((self.seconds, done.seconds), (self.tokens, done.count), (self.exposed, done.exposed))
-        return Pace(self.steps + 1, *(old + weight * (new - old) for old, new in values))
+
+        def mean(old: float, new: float) -> float:
+            return old + weight * (new - old)
+
+        return Pace(self.steps + 1, mean(self.seconds, done.seconds), mean(self.tokens, done.count), mean(self.exposed, done.exposed))
 
 
 def format_line(done: StepDone, pace: Pace, steps: int, width: int | None = None) -> str:
@@ -67,7 +70,9 @@ def format_line(done: StepDone, pace: Pace, steps: int, width: int | None = None
         "left": f"{as_clock(max(0, steps - done.step) * pace.seconds)} left",
         "comm": f"comm {share:.0%}",
         "memory": f"{si(done.memory, 0)}B",
-    } | _experts(done) | ({"skipped": "SKIPPED: overflow"} if done.skipped else {})
+    } | _expert_parts(done)
+    if done.skipped:
+        parts["skipped"] = "SKIPPED: overflow"
     for name in LEFT_OUT:
         if width is None or len("  ".join(parts.values())) <= width:
             break
@@ -75,14 +80,18 @@ def format_line(done: StepDone, pace: Pace, steps: int, width: int | None = None
     return "  ".join(parts.values())
 
 
-def _experts(done: StepDone) -> dict[str, str]:
+def _expert_parts(done: StepDone) -> dict[str, str]:
+    """The parts of a line that only a mixture of experts has."""
     loads = done.experts.values()
     if not loads:
         return {}
-    dropped = sum(load.dropped for load in loads) / max(1, sum(sum(load.routed) for load in loads))
     parts = {"experts": f"experts {max(load.imbalance for load in loads):.1f}x"}
-    parts |= {"dropped": f"dropped {dropped:.1%}"} if dropped else {}
-    return parts | ({"auxiliary": f"aux {done.auxiliary:.3f}"} if done.auxiliary else {})
+    dropped = sum(load.dropped for load in loads)
+    if dropped:
+        parts["dropped"] = f"dropped {dropped / max(1, sum(sum(load.routed) for load in loads)):.1%}"
+    if done.auxiliary:
+        parts["auxiliary"] = f"aux {done.auxiliary:.3f}"
+    return parts
 
 
 def decimal(value: float, places: int) -> str:
