@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rankloom.parallel.pipeline.draw import COLOURS, INCH, LATER, LEFT, as_svg, as_trace, grid, legend
+from rankloom.parallel.pipeline.draw import COLOURS, LATER, LEFT, STEP_WIDTH, as_svg, as_trace, grid, legend
 from rankloom.parallel.pipeline.schedules import make_schedule
 from rankloom.parallel.pipeline.simulate import Costs, simulate_schedule
 
@@ -53,11 +53,11 @@ def test_the_svg_has_a_cell_for_every_action_at_its_time():
     root = ElementTree.fromstring(as_svg(timeline, "H1 <3"))
     cells = {g.find("{*}title").text: g.find("{*}rect").attrib for g in root.iter("{http://www.w3.org/2000/svg}g")}
     assert len(cells) == 3 * 3 * 4
-    for span in timeline.spans:
-        cell = cells[f"{span.action}: {span.start:g} to {span.end:g}"]
-        assert float(cell["x"]) == pytest.approx(LEFT + span.start / timeline.makespan * INCH, abs=0.01)
-        assert float(cell["width"]) == pytest.approx(INCH / timeline.makespan, abs=0.01)
-        assert cell["fill"] == COLOURS[span.action.kind][0]
+    for slot in timeline.slots:
+        cell = cells[f"{slot.action}: {slot.start:g} to {slot.end:g}"]
+        assert float(cell["x"]) == pytest.approx(LEFT + slot.start / timeline.makespan * STEP_WIDTH, abs=0.01)
+        assert float(cell["width"]) == pytest.approx(STEP_WIDTH / timeline.makespan, abs=0.01)
+        assert cell["fill"] == COLOURS[slot.action.kind][0]
 
 
 def test_colour_alone_tells_kinds_apart_in_the_svg_only_where_cells_are_narrow():
@@ -82,8 +82,8 @@ def test_the_svg_has_a_time_axis_whose_ticks_are_round_and_where_they_say(unit):
     ticks = [(float(word.get("x")), float(word.text)) for word in words if word.get("y") == bottom and word.text != "time"]
     assert 4 <= len(ticks) <= 13 and ticks[0] == (LEFT, 0) and len({y for _, y in ticks}) == len(ticks)
     for x, time in ticks:
-        assert x == pytest.approx(LEFT + time / timeline.makespan * INCH, abs=0.01)
-    assert f"{ticks[1][1]:e}"[0] in "125" and float(root.get("width")) >= LEFT + INCH + 7 * len(f"{ticks[-1][1]:g}") / 2
+        assert x == pytest.approx(LEFT + time / timeline.makespan * STEP_WIDTH, abs=0.01)
+    assert f"{ticks[1][1]:e}"[0] in "125" and float(root.get("width")) >= LEFT + STEP_WIDTH + 7 * len(f"{ticks[-1][1]:g}") / 2
     bars = [float(rect.get("y")) for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.get("width") == "14"]
     assert float(bottom) < min(bars), "the legend is below it"
 
@@ -93,7 +93,7 @@ def test_the_trace_has_a_slice_for_every_action_and_an_arrow_for_every_message()
     events = json.loads(json.dumps(as_trace(timeline)))["traceEvents"]
     slices = {e["name"]: e for e in events if e["ph"] == "X"}
     assert {name: (e["tid"], e["ts"], e["dur"]) for name, e in slices.items()} == {
-        str(s.action): (s.rank, s.start * 1000, (s.end - s.start) * 1000) for s in timeline.spans}
+        str(s.action): (s.rank, s.start * 1000, (s.end - s.start) * 1000) for s in timeline.slots}
     starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
     assert len(starts) == len(ends) == 2 * 2 * 4, "over each of 2 borders, forth and back, 4 micro-batches"
     for number, sent in starts.items():

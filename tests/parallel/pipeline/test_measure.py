@@ -158,7 +158,7 @@ def test_costs_of_recorded_steps_simulate_those_steps(name, passes):
     costs = Costs(tuple(range(1, stages + 1)), tuple(range(3, stages + 3)), tuple(range(2, stages + 2)), message=0.25, send=0.125)
     step = simulate_schedule(schedule, costs)
     again = simulate_schedule(schedule, recorded_costs([step], MeasuredMessage(send=0.125, arrive=0.25)))
-    assert again.spans == step.spans
+    assert again.slots == step.slots
 
 
 def test_costs_of_recorded_steps_are_medians_over_micro_batches_and_steps():
@@ -186,15 +186,15 @@ def test_a_recorded_step_is_the_plan_with_the_time_that_it_took(name):
         return timeline
 
     first, second = rl.simulate(2, body)
-    assert first.spans == second.spans, "every rank knows all"
+    assert first.slots == second.slots, "every rank knows all"
     simulated = simulate_schedule(schedule, Costs.even(schedule.stages, forward=0.004, input=0.008, weight=0.0))
-    assert min(span.start for span in first.spans) == 0
+    assert min(slot.start for slot in first.slots) == 0
     for rank, actions in enumerate(schedule.ranks):
-        assert [span.action for span in first.by_rank[rank]] == [action for action in actions if action.kind in COMPUTES]
+        assert [slot.action for slot in first.by_rank[rank]] == [action for action in actions if action.kind in COMPUTES]
         assert all(earlier.end <= later.start for earlier, later in zip(first.by_rank[rank], first.by_rank[rank][1:]))
-    at = {span.action: span for span in first.spans}
-    assert all(at[span.action].start >= at[span.action._replace(stage=span.action.stage - 1)].end
-               for span in first.spans if span.action.kind == "F" and span.action.stage)
+    at = {slot.action: slot for slot in first.slots}
+    assert all(at[slot.action].start >= at[slot.action._replace(stage=slot.action.stage - 1)].end
+               for slot in first.slots if slot.action.kind == "F" and slot.action.stage)
     assert first.makespan >= simulated.makespan and "</svg>" in as_svg(first, "recorded")
 
 

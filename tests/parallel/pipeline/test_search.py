@@ -43,9 +43,9 @@ def test_any_costs_make_a_right_plan_within_its_memory(seed, memory):
 def test_a_search_expects_nothing_sooner_than_the_simulator_finds(seed, patience):
     costs = replace(uneven(2 + seed % 4, seed), send=0.3)
     search = _Search(costs, 7, 1.5, patience)
-    for span in simulate_schedule(search.run(), costs).spans:
-        sends = (span.action.kind, span.action.stage) not in (("F", search.last), ("I", 0)) and span.action.kind != "W"
-        assert search.ends[span.action] >= span.end + 0.3 * sends - 1e-9
+    for slot in simulate_schedule(search.run(), costs).slots:
+        sends = (slot.action.kind, slot.action.stage) not in (("F", search.last), ("I", 0)) and slot.action.kind != "W"
+        assert search.ends[slot.action] >= slot.end + 0.3 * sends - 1e-9
 
 
 def test_of_schedules_that_wait_equally_long_the_shorter_one_is_taken():

@@ -91,14 +91,14 @@ def test_zero_bubble_v_waits_less_than_a_third_as_much_as_1f1b_with_the_publishe
 
 
 def test_a_message_takes_time_on_its_way_and_none_of_its_sender():
-    spans = bubble("gpipe", 2, 2, message=0.25).spans
-    assert [(str(s.action), s.start) for s in spans] == [
+    slots = bubble("gpipe", 2, 2, message=0.25).slots
+    assert [(str(s.action), s.start) for s in slots] == [
         ("F0@0", 0), ("F1@0", 1), ("B0@0", 5.5), ("B1@0", 7.5), ("F0@1", 1.25), ("F1@1", 2.25), ("B0@1", 3.25), ("B1@1", 5.25)]
 
 
 def test_a_message_keeps_its_sender_busy_before_it_travels():
-    spans = simulate_schedule(make_schedule("gpipe", 2, 2), Costs((1, 1), (1, 1), (1, 1), message=0.25, send=0.5)).spans
-    assert [(str(s.action), s.start) for s in spans] == [
+    slots = simulate_schedule(make_schedule("gpipe", 2, 2), Costs((1, 1), (1, 1), (1, 1), message=0.25, send=0.5)).slots
+    assert [(str(s.action), s.start) for s in slots] == [
         ("F0@0", 0), ("F1@0", 1.5), ("B0@0", 7), ("B1@0", 9.5), ("F0@1", 1.75), ("F1@1", 3.25), ("B0@1", 4.25), ("B1@1", 6.75)]
 
 

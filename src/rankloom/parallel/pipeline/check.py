@@ -106,11 +106,13 @@ def _explain_deadlock(schedule: Schedule, blocked: dict[int, tuple[Action, ...]]
 
 def _expect_gathered(rank: int, actions: Iterable[Action]) -> None:
     """Raise when a stage computes that is not the one gathered last, in a schedule that gathers."""
-    actions, whole = tuple(actions), None
+    actions = tuple(actions)
     if not any(action.kind == "GATHER" for action in actions):
         return
+    whole = None
     for action in actions:
-        whole = action.stage if action.kind == "GATHER" else whole
+        if action.kind == "GATHER":
+            whole = action.stage
         if action.kind in COMPUTES and action.stage != whole:
             raise ConfigError(f"rank {rank} does {action} while its stage is not whole: put GATHER@{action.stage} before it")
 
@@ -126,5 +128,6 @@ def peak_live(actions: Iterable[Action]) -> int:
 
 
 def _listed(actions: list[Action]) -> str:
+    """The first few of them, and the verb: `F0@1 is`, `F0@1, F0@2 are`."""
     shown = ", ".join(map(str, actions[:4])) + (f" and {len(actions) - 4} more" if len(actions) > 4 else "")
     return f"{shown} {'is' if len(actions) == 1 else 'are'}"

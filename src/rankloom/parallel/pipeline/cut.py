@@ -28,11 +28,7 @@ class Stage(nn.Module):
 
     def __init__(self, pieces: Sequence[Piece]):
         super().__init__()
-        self._runs: list[Callable[..., Any]] = []
-        for _, run in pieces:
-            then = getattr(self._runs[-1], "then", None) if self._runs else None
-            both = None if then is None else then(run)
-            self._runs[-1:] = [*self._runs[-1:], run] if both is None else [both]
+        self._runs = _joined_runs(run for _, run in pieces)
         for parts, _ in pieces:
             for name, part in parts.items():
                 _place(self, name, part)
@@ -44,6 +40,19 @@ class Stage(nn.Module):
             output = run(*values)
             values = output if isinstance(output, tuple) else tuple(output) if type(output) is list else (output,)
         return output
+
+
+def _joined_runs(runs: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """The functions of pieces, where `then` of one makes a single one of it and the next."""
+    joined: list[Callable[..., Any]] = []
+    for run in runs:
+        then = getattr(joined[-1], "then", None) if joined else None
+        both = None if then is None else then(run)
+        if both is None:
+            joined.append(run)
+        else:
+            joined[-1] = both
+    return joined
 
 
 def expect_pieces(pieces: Any) -> None:
@@ -76,15 +85,15 @@ def sequential_pieces(model: nn.Sequential, inputs: Callable[[], Any] | None = N
         if has_parameters(child) and any(map(has_parameters, runs[-1].values())):
             runs.append({})
         runs[-1][name] = child
-    begin = partial(_as_called, inputs)
-    return [(run, partial(_run_in_turn, tuple(run.values()), begin if run is runs[0] else _joined, run is runs[-1])) for run in runs]
+    joins: list[Callable[..., Any]] = [partial(_as_called, inputs), *[_put_together] * (len(runs) - 1)]
+    return [(run, partial(_run_in_turn, tuple(run.values()), join, run is runs[-1])) for run, join in zip(runs, joins)]
 
 
 def _run_in_turn(modules: Sequence[nn.Module], join: Callable[..., Any], is_last: bool, *values: Any) -> Any:
     x = join(*values)
     for module in modules:
         x = module(x)
-    return _apart(x, type(module).__name__) if isinstance(x, tuple | list) and x and not is_last else x
+    return _taken_apart(x, type(module).__name__) if isinstance(x, tuple | list) and x and not is_last else x
 
 
 def _as_called(inputs: Callable[[], Any] | None, *values: Any) -> Any:
@@ -92,7 +101,7 @@ def _as_called(inputs: Callable[[], Any] | None, *values: Any) -> Any:
     return values[0] if len(values) == 1 else values if inputs is None else _container(type(inputs()), values)
 
 
-def _apart(x: tuple[Any, ...] | list[Any], giver: str) -> tuple[Any, ...]:
+def _taken_apart(x: tuple[Any, ...] | list[Any], giver: str) -> tuple[Any, ...]:
     """What is in a container, and behind it the name of its class, as a tensor of bytes; empty, so that nothing is sent, for a plain tuple.
 
     raises: ConfigError when other ranks cannot find the class by its name
@@ -106,13 +115,13 @@ def _apart(x: tuple[Any, ...] | list[Any], giver: str) -> tuple[Any, ...]:
     return *x, torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
 
 
-def _joined(*values: Any) -> Any:
-    """What `_apart` took apart, or the one value that was in no container."""
+def _put_together(*values: Any) -> Any:
+    """What `_taken_apart` took apart, or the one value that was in no container."""
     if len(values) == 1:
         return values[0]
     *parts, name = values
     kind = resolve_name(bytes(name.tolist()).decode()) if name.numel() else tuple
-    assert isinstance(kind, type) and issubclass(kind, tuple | list), f"{kind} is no container, as `_apart` names"
+    assert isinstance(kind, type) and issubclass(kind, tuple | list), f"{kind} is no container, as `_taken_apart` names"
     return _container(kind, parts)
 
 

@@ -19,16 +19,17 @@ COLOURS = {"F": ("#9ad0f5", "#0072b2"), "B": ("#fdc980", "#b35900"), "I": ("#86d
 INKS = ("#000000", "#ffffff")
 LATER = "darker: later stages"
 WIDEST = 4                   # columns of the shortest action in a terminal
-ROW, LEFT, TOP, INCH = 26, 64, 34, 900   # of the SVG, in its units; INCH: the width of a step
+ROW, LEFT, TOP = 26, 64, 34   # of the SVG, in its units
+STEP_WIDTH = 900             # in the same units
 LETTER = 9                   # width of its letters and digits, on average
 TICKS = 12                   # of its time axis, at most
 TRACE_UNIT = 1000            # microseconds in a trace for one unit of cost
 
 
-def colour_of(timeline: Timeline, span: TimeSlot) -> tuple[str, str]:
+def colour_of(timeline: Timeline, slot: TimeSlot) -> tuple[str, str]:
     """The colours of a cell and of its text."""
-    later = span.action.stage != timeline.schedule.held_by(span.rank)[0]
-    return COLOURS[span.action.kind][later], INKS[later]
+    later = slot.action.stage != timeline.schedule.held_by(slot.rank)[0]
+    return COLOURS[slot.action.kind][later], INKS[later]
 
 
 def grid(timeline: Timeline, columns: int = 100, coloured: bool = True) -> Text:
@@ -38,12 +39,14 @@ def grid(timeline: Timeline, columns: int = 100, coloured: bool = True) -> Text:
     """
     label, scale = _label_width(timeline), _scale(timeline, columns)
     rows = []
-    for rank, spans in enumerate(timeline.by_rank):
-        row, at = Text(f"rank {rank}  ".rjust(label)), 0
-        for span in spans:
-            start, end = round(span.start * scale), round(span.end * scale)
-            fill, ink = colour_of(timeline, span)
-            row.append("." * (start - at), style="dim").append(_cell(span.action, end - start, coloured), style=f"{ink} on {fill}")
+    for rank, slots in enumerate(timeline.by_rank):
+        row = Text(f"rank {rank}  ".rjust(label))
+        at = 0
+        for slot in slots:
+            start, end = round(slot.start * scale), round(slot.end * scale)
+            fill, ink = colour_of(timeline, slot)
+            row.append("." * (start - at), style="dim")
+            row.append(_cell_text(slot.action, end - start, coloured), style=f"{ink} on {fill}")
             at = end
         rows.append(row.append("." * (round(timeline.makespan * scale) - at), style="dim"))
     return Text("\n").join(rows)
@@ -67,21 +70,22 @@ def _scale(timeline: Timeline, columns: int) -> float:
 
 def shortest(timeline: Timeline) -> float:
     """How long the shortest action takes that takes any time."""
-    return min(span.end - span.start for span in timeline.spans if span.end > span.start)
+    return min(slot.end - slot.start for slot in timeline.slots if slot.end > slot.start)
 
 
 def _label_width(timeline: Timeline) -> int:
     return len(f"rank {len(timeline.schedule.ranks) - 1}  ")
 
 
-def _cell(action: Action, width: int, coloured: bool) -> str:
+def _cell_text(action: Action, width: int, coloured: bool) -> str:
+    """The longest name of the action that a cell of so many columns has room for, filled up with blanks."""
     names = [f"{action.kind}{action.microbatch}", str(action.microbatch) if coloured else action.kind, ""]
     return next(name for name in names if len(name) <= width).ljust(width)
 
 
 def legend(timeline: Timeline, coloured: bool = True) -> Text:
     """What the letters and, if they are shown, the colours mean."""
-    kinds = {span.action.kind for span in timeline.spans}
+    kinds = {slot.action.kind for slot in timeline.slots}
     parts = [Text(f" {kind} ", style=f"{INKS[0]} on {COLOURS[kind][0]}").append(f" {MEANING[kind]}", style="default on default")
              for kind in COLOURS if kind in kinds]
     if coloured and _has_later_stages(timeline):
@@ -95,27 +99,27 @@ def _has_later_stages(timeline: Timeline) -> bool:
 
 def as_svg(timeline: Timeline, title: str) -> str:
     """The timeline as an SVG picture: a row for each rank."""
-    ranks, scale = len(timeline.schedule.ranks), INCH / timeline.makespan
-    width, height = LEFT + INCH + 20, TOP + ROW * ranks + 64
+    ranks, scale = len(timeline.schedule.ranks), STEP_WIDTH / timeline.makespan
+    width, height = LEFT + STEP_WIDTH + 20, TOP + ROW * ranks + 64
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
              'font-family="sans-serif" font-size="12">', f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
              f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>']
-    for rank, spans in enumerate(timeline.by_rank):
+    for rank, slots in enumerate(timeline.by_rank):
         top = TOP + ROW * rank
         parts.append(f'<text x="{LEFT - 8}" y="{top + 17}" text-anchor="end">rank {rank}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{top}" width="{INCH}" height="{ROW - 2}" fill="#eeeeee"/>')
-        parts += [_svg_cell(timeline, span, top, scale) for span in spans]
+        parts.append(f'<rect x="{LEFT}" y="{top}" width="{STEP_WIDTH}" height="{ROW - 2}" fill="#eeeeee"/>')
+        parts += [_svg_cell(timeline, slot, top, scale) for slot in slots]
     parts += _svg_time(timeline, TOP + ROW * ranks, scale)
     parts += _svg_legend(timeline, TOP + ROW * ranks + 38)
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _svg_cell(timeline: Timeline, span: TimeSlot, top: float, scale: float) -> str:
-    left, width = LEFT + span.start * scale, (span.end - span.start) * scale
-    fill, ink = colour_of(timeline, span)
-    name = _cell(span.action, int(width / LETTER), coloured=True).rstrip()
+def _svg_cell(timeline: Timeline, slot: TimeSlot, top: float, scale: float) -> str:
+    left, width = LEFT + slot.start * scale, (slot.end - slot.start) * scale
+    fill, ink = colour_of(timeline, slot)
+    name = _cell_text(slot.action, int(width / LETTER), coloured=True).rstrip()
     text = f'<text x="{left + width / 2:.2f}" y="{top + 16}" text-anchor="middle" fill="{ink}">{name}</text>'
-    return (f'<g><title>{span.action}: {span.start:g} to {span.end:g}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" '
+    return (f'<g><title>{slot.action}: {slot.start:g} to {slot.end:g}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" '
             f'height="{ROW - 2}" fill="{fill}" stroke="#ffffff" stroke-width="0.8"/>{text if name else ""}</g>')
 
 
@@ -133,8 +137,8 @@ def _svg_time(timeline: Timeline, top: float, scale: float) -> Iterator[str]:
 
 def _svg_legend(timeline: Timeline, top: float) -> Iterator[str]:
     left = float(LEFT)
-    kinds = {span.action.kind for span in timeline.spans}
-    for kind in (kind for kind in COLOURS if kind in kinds):
+    kinds = {slot.action.kind for slot in timeline.slots}
+    for kind in [kind for kind in COLOURS if kind in kinds]:
         yield f'<rect x="{left}" y="{top}" width="14" height="14" fill="{COLOURS[kind][0]}"/>'
         yield f'<text x="{left + 7}" y="{top + 12}" text-anchor="middle">{kind}</text>'
         yield f'<text x="{left + 20}" y="{top + 12}">{MEANING[kind]}</text>'
@@ -148,19 +152,20 @@ def as_trace(timeline: Timeline) -> dict[str, Any]:
     """Chrome's trace format, as a value to write as JSON: a thread for each rank, an arrow for each message."""
     names: list[dict[str, Any]] = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
                                    for rank in range(len(timeline.schedule.ranks))]
-    events = [{"ph": "X", "name": str(span.action), "cat": MEANING[span.action.kind], "pid": 0, "tid": span.rank,
-               "ts": span.start * TRACE_UNIT, "dur": (span.end - span.start) * TRACE_UNIT, "args": span.action._asdict()}
-              for span in timeline.spans]
+    events = [{"ph": "X", "name": str(slot.action), "cat": MEANING[slot.action.kind], "pid": 0, "tid": slot.rank,
+               "ts": slot.start * TRACE_UNIT, "dur": (slot.end - slot.start) * TRACE_UNIT, "args": slot.action._asdict()}
+              for slot in timeline.slots]
     return {"traceEvents": [*names, *events, *_arrows(timeline)], "displayTimeUnit": "ms"}
 
 
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    makers = {part: span for span in timeline.spans for part in finishes(span.action)}
-    for number, span in enumerate(timeline.spans):
-        received = [need for need in needs(span.action, timeline.schedule) if need.kind.startswith("RECV")]
-        for sent in (sent for need in received for sent in needs(need, timeline.schedule)):
+    makers = {part: slot for slot in timeline.slots for part in finishes(slot.action)}
+    for number, slot in enumerate(timeline.slots):
+        received = [need for need in needs(slot.action, timeline.schedule) if need.kind.startswith("RECV")]
+        for receive in received:
+            sent = needs(receive, timeline.schedule)[0]
             maker = makers[needs(sent, timeline.schedule)[0]]
             message = {"cat": "message", "name": str(sent), "pid": 0, "id": number}
             leaves = maker.end - 0.01 * (maker.end - maker.start)   # inside the slice, or the arrow would begin at the next one
             yield message | {"ph": "s", "tid": maker.rank, "ts": leaves * TRACE_UNIT}
-            yield message | {"ph": "f", "bp": "e", "tid": span.rank, "ts": span.start * TRACE_UNIT}
+            yield message | {"ph": "f", "bp": "e", "tid": slot.rank, "ts": slot.start * TRACE_UNIT}

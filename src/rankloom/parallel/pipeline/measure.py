@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -51,9 +51,10 @@ def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, 
     """
     stages = [Stage([piece]) for piece in pieces]
     with _on_trial(nn.ModuleList(stages)):
-        turns = [_one_turn(stages, microbatch, loss, group.device) for _ in range(1 + TURNS)][1:]   # the first one warms up
+        _one_turn(stages, microbatch, loss, group.device)   # warms up
+        turns = [_one_turn(stages, microbatch, loss, group.device) for _ in range(TURNS)]
     everyone = group.all_gather_object(_medians(turns), label="measured pieces")
-    return [MeasuredPiece(forward, back, weight, int(held), int(left)) for forward, back, weight, held, left in _medians(everyone)]
+    return _medians(everyone)
 
 
 class MeasuredMessage(NamedTuple):
@@ -76,7 +77,8 @@ def measure_message(x: Tensor, group: Group) -> MeasuredMessage:
     for turn in range(1 + MESSAGES if group.rank < 2 <= group.size else 0):
         start, busy = _now(group.device), 0.0
         for sender in (0, 1):
-            begin, call = _now(group.device), group.send if group.rank == sender else group.recv
+            call = group.send if group.rank == sender else group.recv
+            begin = _now(group.device)
             handle = call(buffer, 1 - group.rank, tag=turn, label="measured message", async_op=True)
             busy += (time.perf_counter() - begin) * (group.rank == sender)
             handle.wait()
@@ -89,9 +91,11 @@ def measure_message(x: Tensor, group: Group) -> MeasuredMessage:
 
 def stage_costs(measured: Sequence[MeasuredPiece], sizes: Sequence[int], message: MeasuredMessage = NO_MESSAGE) -> Costs:
     """The expected costs of stages of `sizes` pieces, for `simulate_schedule`. message: between ranks, see `measure_message`"""
-    parts = [[sum(times) for times in zip(*(piece[:3] for piece in run))] for run in in_runs(measured, sizes)]
-    forward, back, weight = zip(*parts)
-    return Costs(forward, back, weight, message.arrive, send=message.send)
+    stages = in_runs(measured, sizes)
+    return Costs(forward=tuple(sum(piece.forward for piece in stage) for stage in stages),
+                 input=tuple(sum(piece.input for piece in stage) for stage in stages),
+                 weight=tuple(sum(piece.weight for piece in stage) for stage in stages),
+                 message=message.arrive, send=message.send)
 
 
 def recorded_costs(steps: Sequence[Timeline], message: MeasuredMessage = NO_MESSAGE) -> Costs:
@@ -102,10 +106,14 @@ def recorded_costs(steps: Sequence[Timeline], message: MeasuredMessage = NO_MESS
     """
     schedule = steps[0].schedule
     seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)   # by kind and stage
-    for _, (kind, stage, _), start, end in (span for step in steps for span in step.spans):
-        seconds["I" if kind == "B" and stage not in schedule.split else kind, stage].append(end - start)
-    forward, back, weight = ([median(seconds[kind, stage] or [0.0]) for stage in range(schedule.stages)] for kind in "FIW")
-    return Costs(tuple(forward), tuple(back), tuple(weight), message.arrive, send=message.send)
+    for slot in chain.from_iterable(step.slots for step in steps):
+        kind, stage, _ = slot.action
+        seconds["I" if kind == "B" and stage not in schedule.split else kind, stage].append(slot.end - slot.start)
+
+    def medians(kind: str) -> tuple[float, ...]:
+        return tuple(median(seconds[kind, stage] or [0.0]) for stage in range(schedule.stages))
+
+    return Costs(medians("F"), medians("I"), medians("W"), message.arrive, send=message.send)
 
 
 def record_step(pipeline: Pipeline, microbatches: Sequence[MicroBatch]) -> Timeline:
@@ -114,30 +122,33 @@ def record_step(pipeline: Pipeline, microbatches: Sequence[MicroBatch]) -> Timel
     A GPU is synchronised after each action. The clocks of several hosts agree as well as a barrier makes them.
     """
     group, plain = pipeline.group, dict(pipeline.do)
-    spans: list[tuple[str, int, int, float, float]] = []
+    mine: list[TimeSlot] = []
     group.barrier(label="begin of a recorded step")
     zero = 0.0 if group.one_host else _now(group.device)   # ranks of one host read the same clock
 
     def timed(action: Action) -> None:
         start = _now(group.device) - zero
         plain[action.kind](action)
-        spans.append((action.kind, action.stage, action.microbatch or 0, start, _now(group.device) - zero))
+        mine.append(TimeSlot(group.rank, action, start, _now(group.device) - zero))
 
     try:
         pipeline.do.update(dict.fromkeys(COMPUTES, timed))
         pipeline.step(microbatches)
     finally:
         pipeline.do.update(plain)
-    everyone = group.all_gather_object(spans, label="recorded step")
-    first = min(start for recorded in everyone for *_, start, _ in recorded)
-    found = [TimeSlot(rank, Action(kind, stage, m), start - first, end - first)
-             for rank, recorded in enumerate(everyone) for kind, stage, m, start, end in recorded]
-    return Timeline(pipeline.schedule, tuple(found))
+    everyone = list(chain.from_iterable(group.all_gather_object(mine, label="recorded step")))
+    zero = min(start for _, _, start, _ in everyone)
+    return Timeline(pipeline.schedule, tuple(
+        TimeSlot(rank, Action(*action), start - zero, end - zero) for rank, action, start, end in everyone))
 
 
-def _medians(tables: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+def _medians(runs: Sequence[Sequence[MeasuredPiece]]) -> list[MeasuredPiece]:
     """The median over turns or ranks, of each number of each piece."""
-    return [[median(numbers) for numbers in zip(*rows)] for rows in zip(*tables)]
+    found = []
+    for measured in zip(*runs):   # of one piece
+        forward, input, weight, parameters, activations = (median(numbers) for numbers in zip(*measured))
+        found.append(MeasuredPiece(forward, input, weight, int(parameters), int(activations)))
+    return found
 
 
 @contextmanager
@@ -159,17 +170,19 @@ def _on_trial(whole: nn.Module) -> Iterator[None]:
             attributes.update(earlier)
 
 
-def _one_turn(stages: Sequence[Stage], microbatch: MicroBatch, loss: Loss, device: torch.device) -> list[list[float]]:
-    values, found = microbatch[0], []
+def _one_turn(stages: Sequence[Stage], microbatch: MicroBatch, loss: Loss, device: torch.device) -> list[MeasuredPiece]:
+    """Run the pieces once, one after the other, and time each."""
+    values, targets = microbatch
+    measured = []
     for number, stage in enumerate(stages):
-        last = (lambda output: loss(output, microbatch[1])[0]) if number == len(stages) - 1 else None
-        values, numbers = _time_piece(stage, values, last, device)
-        found.append(numbers)
-    return found
+        last = (lambda output: loss(output, targets)[0]) if number == len(stages) - 1 else None
+        values, piece = _time_piece(stage, values, last, device)
+        measured.append(piece)
+    return measured
 
 
-def _time_piece(stage: Stage, values: Any, loss: Callable[[Any], Tensor] | None, device: torch.device) -> tuple[Any, list[float]]:
-    """The output of the piece, and the numbers of its `MeasuredPiece`."""
+def _time_piece(stage: Stage, values: Any, loss: Callable[[Any], Tensor] | None, device: torch.device) -> tuple[Any, MeasuredPiece]:
+    """The output of the piece, and its measures."""
     arrive = lambda x: received(x.detach().requires_grad_(x.is_floating_point()))
     inputs = tree_map_only(Tensor, arrive, list(values) if isinstance(values, tuple | list) else [values])   # a stage may pass on anything
     products: list[Product] = []
@@ -184,8 +197,9 @@ def _time_piece(stage: Stage, values: Any, loss: Callable[[Any], Tensor] | None,
         if ends:
             part()
         clock.append(_now(device))
-    held = sum(param.nbytes for param in stage.parameters())
-    return output, [*(later - earlier for earlier, later in pairwise(clock)), held, saved.bytes]
+    forward, input, weight = (later - earlier for earlier, later in pairwise(clock))
+    parameters = sum(param.nbytes for param in stage.parameters())
+    return output, MeasuredPiece(forward, input, weight, parameters, saved.bytes)
 
 
 class _Saved:

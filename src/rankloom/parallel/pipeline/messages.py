@@ -80,7 +80,8 @@ class Messages:
         """
         way, stage = action.kind[-1], _receiver(action).stage
         kind = self._kinds[action.microbatch or 0]
-        known, shapes = self._known.get((way, stage, kind)), [_shape(value) for value in values]
+        known = self._known.get((way, stage, kind))
+        shapes = [_shape_of(value) for value in values]
         sent = self._sent[action] = []
         if known is None:
             sent.append(self._start(_header(shapes, action).to(self.group.device), action, self._tag(way, stage, kind, TENSORS)))
@@ -175,8 +176,8 @@ class Messages:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.group.device)
             lane.recv(header, frm, tag=self._tag(way, stage, kind, TENSORS), label=f"shapes of {action}")
             microbatch, *numbers = header.tolist()
-            self._told[action._replace(microbatch=microbatch)] = _read(numbers)
-            self._learn(way, stage, kind, _read(numbers))
+            self._told[action._replace(microbatch=microbatch)] = shapes = _read_shapes(numbers)
+            self._learn(way, stage, kind, shapes)
         return self._told.pop(action, None) or self._known[key]
 
     def _key(self, action: Action) -> tuple[str, int, int]:
@@ -241,7 +242,7 @@ def _receiver(sent: Action) -> Action:
     return Action(f"RECV_{sent.kind[-1]}", sent.stage + (1 if sent.kind == "SEND_F" else -1), sent.microbatch)
 
 
-def _shape(value: Tensor | None) -> Shape | None:
+def _shape_of(value: Tensor | None) -> Shape | None:
     return None if value is None else Shape(value.dtype, tuple(value.shape), value.requires_grad)
 
 
@@ -259,8 +260,8 @@ def _header(shapes: list[Shape | None], action: Action) -> Tensor:
     return torch.tensor(numbers + [0] * (HEADER - len(numbers)), device="cpu")
 
 
-def _read(numbers: list[int]) -> list[Shape | None]:
-    """What a header says behind its micro-batch."""
+def _read_shapes(numbers: list[int]) -> list[Shape | None]:
+    """What a header says behind its micro-batch: the reverse of `_header`."""
     shapes: list[Shape | None] = []
     at = 1
     for _ in range(numbers[0]):

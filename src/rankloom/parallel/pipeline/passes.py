@@ -30,7 +30,8 @@ def send_gradients_first(schedule: Schedule) -> Schedule:
     F0@1 I0@1 W0@1
     """
     def in_parts(action: Action) -> tuple[Action, ...]:
-        leaves = action.kind == "B" and schedule.owner.get(action.stage - 1, schedule.owner[action.stage]) != schedule.owner[action.stage]
+        here = schedule.owner[action.stage]
+        leaves = action.kind == "B" and schedule.owner.get(action.stage - 1, here) != here
         return finishes(action) if leaves else (action,)
 
     return apply_pass(schedule, lambda actions: [part for action in actions for part in in_parts(action)])

@@ -98,8 +98,7 @@ class Pipeline:
             param.grad = None
         totals = self._run(self.schedule.ranks[self.group.rank], microbatches)
         for (param, ranks), grad in zip(tied, before):
-            now = sum_tied(param.grad, param, self.group, ranks)
-            param.grad = now if grad is None else grad if now is None else grad.add_(now)
+            param.grad = _added(grad, sum_tied(param.grad, param, self.group, ranks))
         return totals
 
     @torch.no_grad()
@@ -184,7 +183,8 @@ class Pipeline:
         stage, m = action.stage, action.microbatch or 0
         if self.hooks.before:
             self.hooks.before(m)
-        live, scale = self._live[stage, m], self.hooks.scale() if self.hooks.scale else 1.0
+        live = self._live[stage, m]
+        scale = self.hooks.scale() if self.hooks.scale else 1.0
         grads = self._border.pop(("B", stage, m)) if stage < self.schedule.stages - 1 else []
         ends = [(y, grad) for y, grad in zip(live.outputs, grads) if grad is not None]
         ends += [(loss, torch.full_like(loss, scale)) for loss in live.losses]
@@ -265,6 +265,13 @@ def received(x: Tensor) -> Tensor:
     """A non-leaf alias of a received leaf: in-place layers may change it, and `deferring` does not take it for a weight."""
     out: Tensor = _Received.apply(x)   # type: ignore[no-untyped-call]
     return out
+
+
+def _added(before: Tensor | None, now: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, in the memory of the first; None for one that is not there."""
+    if before is None or now is None:
+        return now if before is None else before
+    return before.add_(now)
 
 
 def _as_list(value: Any, what: str) -> list[Tensor]:

@@ -152,6 +152,7 @@ class _Writer:
 
 
 def _looped(rank: int, ranks: int, chunks: int) -> list[int]:
+    """The stages of a rank."""
     return [rank + chunk * ranks for chunk in range(chunks)]
 
 
@@ -161,6 +162,7 @@ def _sweep(kind: str, stages: Sequence[int], microbatches: int, first: int = 0) 
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """Some forwards to warm up, then a forward and a backward in turn, then the backwards that are left."""
     warmup = min(warmup, len(forwards))
     steady = chain.from_iterable(zip(forwards[warmup:], backwards))
     return forwards[:warmup] + list(steady) + backwards[len(backwards) - warmup:]
@@ -175,6 +177,7 @@ def _split_backward(microbatches: int, warmup: int, lag: int) -> list[Action]:
 
 
 def _existing(actions: list[Action], microbatches: int) -> list[Action]:
+    """Without the actions of micro-batches that do not exist."""
     return [action for action in actions if action.microbatch is not None and action.microbatch < microbatches]
 
 
@@ -230,5 +233,6 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None 
                           f"{known.fewest}{'' if known.most else ' or more'}")
     if stages % chunks:
         raise ConfigError(f"schedule {name!r}: {stages} stages cannot be dealt out {chunks} to a rank; give a multiple of {chunks}")
-    ranks, any_number = stages // chunks, [chunks] if known.most is None else []
-    return Schedule.of(*(known.rank_actions(rank, ranks, microbatches, *any_number) for rank in range(ranks)))
+    ranks = stages // chunks
+    more = [chunks] if known.most is None else []   # a schedule for any number of stages on a rank takes that number
+    return Schedule.of(*(known.rank_actions(rank, ranks, microbatches, *more) for rank in range(ranks)))

@@ -29,13 +29,14 @@ class Costs:
     send: float = 0.0             # that a message keeps its sender busy
 
     def __post_init__(self) -> None:
-        kinds = {"forward": self.forward, "input": self.input, "weight": self.weight,
-                 "message": (self.message,), "send": (self.send,)}
+        costs_of = {"forward": self.forward, "input": self.input, "weight": self.weight, "message": (self.message,), "send": (self.send,)}
         if len({len(self.forward), len(self.input), len(self.weight)}) > 1:
             raise ConfigError(f"costs of {len(self.forward)} stages forward, {len(self.input)} for the input and {len(self.weight)} for "
                               "the weights: expected one cost of each kind for each stage")
-        for kind, cost in ((kind, cost) for kind, costs in kinds.items() for cost in costs if not 0 <= cost < inf):
-            raise ConfigError(f"a cost of kind {kind} is {cost:g}: expected each a number, and none below 0")
+        for kind, costs in costs_of.items():
+            for cost in costs:
+                if not 0 <= cost < inf:
+                    raise ConfigError(f"a cost of kind {kind} is {cost:g}: expected each a number, and none below 0")
         if self.forward and not sum((*self.forward, *self.input, *self.weight)):
             raise ConfigError("costs of 0 for everything leave nothing to draw; give some time to F, I or W")
 
@@ -53,7 +54,7 @@ class Costs:
 
 
 class TimeSlot(NamedTuple):
-    """An action with its time."""
+    """An action, and when its rank does it."""
 
     rank: int
     action: Action
@@ -66,22 +67,22 @@ class Timeline:
     """When each rank did what."""
 
     schedule: Schedule
-    spans: tuple[TimeSlot, ...]       # of actions that take time, rank by rank, in order
+    slots: tuple[TimeSlot, ...]       # of actions that take time, rank by rank, in order
 
     @cached_property
     def by_rank(self) -> tuple[tuple[TimeSlot, ...], ...]:
-        """The spans of each rank."""
-        return tuple(tuple(span for span in self.spans if span.rank == rank) for rank in range(len(self.schedule.ranks)))
+        """The slots of each rank."""
+        return tuple(tuple(slot for slot in self.slots if slot.rank == rank) for rank in range(len(self.schedule.ranks)))
 
     @cached_property
     def makespan(self) -> float:
         """When the last rank has ended."""
-        return max(span.end for span in self.spans)
+        return max(slot.end for slot in self.slots)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """How long each rank computes."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self.by_rank)
+        return tuple(sum(slot.end - slot.start for slot in slots) for slots in self.by_rank)
 
     @property
     def bubble(self) -> float:
@@ -90,8 +91,8 @@ class Timeline:
 
     @property
     def own_bubble(self) -> float:
-        """The share of time that ranks wait if each starts its next step at once: the rank with the longest span then sets the pace."""
-        longest = max(spans[-1].end - spans[0].start for spans in self.by_rank)
+        """The share of time that ranks wait if each starts its next step at once: the rank with the longest slot then sets the pace."""
+        longest = max(slots[-1].end - slots[0].start for slots in self.by_rank)
         return 1 - sum(self.busy) / len(self.busy) / longest
 
     @property
@@ -107,12 +108,13 @@ def simulate_schedule(schedule: Schedule, costs: Costs) -> Timeline:
     schedule = with_messages(schedule)
     ended: dict[Action, float] = {}
     clock = [0.0] * len(schedule.ranks)
-    spans = []
+    slots = []
     for rank, action in walk(schedule):
-        begin = max([clock[rank], *(ended[need] for need in needs(action, schedule))])
-        busy = costs.of(action)
-        ended.update(dict.fromkeys(finishes(action), begin + busy + (costs.message if action.kind.startswith("SEND") else 0.0)))
-        clock[rank] = begin + busy
+        start = max([clock[rank], *(ended[need] for need in needs(action, schedule))])
+        end = start + costs.of(action)
+        on_its_way = costs.message if action.kind.startswith("SEND") else 0.0
+        ended.update(dict.fromkeys(finishes(action), end + on_its_way))
+        clock[rank] = end
         if action.kind in COMPUTES:
-            spans.append(TimeSlot(rank, action, begin, begin + busy))
-    return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.rank, span.start))))
+            slots.append(TimeSlot(rank, action, start, end))
+    return Timeline(schedule, tuple(sorted(slots, key=lambda slot: (slot.rank, slot.start))))
