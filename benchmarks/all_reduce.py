@@ -63,7 +63,8 @@ Times = dict[str, list[list[float]]]   # way -> for each turn, seconds per call 
 
 def start(name: str, ranks: int, folder: Path, huge_pages: bool) -> Pool:
     """The rank processes of one library."""
-    library, few = name.split(",")[0], ranks <= (os.cpu_count() or 1)   # with more ranks than cores, the scheduler knows best
+    library = name.split(",")[0]
+    few = ranks <= (os.cpu_count() or 1)   # with more ranks than cores, the scheduler knows best
     pin = "pinned" if few and name != "gloo, free" else "free"
     arguments = [str(HERE / "collective_rank.py"), library, str(ranks), str(max(SIZES)), pin]
     env = dict.fromkeys(("NUMPY_MADVISE_HUGEPAGE", "THP_MEM_ALLOC_ENABLE"), str(int(huge_pages)))
@@ -149,8 +150,12 @@ def bars(ranks: int, case: Case) -> dict[tuple[str, str], float]:
         return {("arena", "gloo"): 40, ("rankloom", "gloo"): 40} if size == 4 << 10 else {}
     if ranks > 2:
         return {("arena", "gloo"): 8, ("rankloom", "gloo"): 8}
-    arena = {("arena", "gloo"): 50} if size == 4 << 10 else {("arena", "gloo"): 20} if size >= 1 << 20 else {}
-    return arena | {("rankloom", "gloo"): 5, ("rankloom", "Open MPI"): 1.5}
+    found = {("rankloom", "gloo"): 5, ("rankloom", "Open MPI"): 1.5}
+    if size == 4 << 10:
+        found["arena", "gloo"] = 50
+    elif size >= 1 << 20:
+        found["arena", "gloo"] = 20
+    return found
 
 
 def compare(ranks: int, case: Case, times: Times, way: str, peer: str) -> str:
@@ -158,9 +163,11 @@ def compare(ranks: int, case: Case, times: Times, way: str, peer: str) -> str:
     theirs = best(times, peer)
     if theirs is None or way not in times:
         return "-"
-    reached, bar = times_faster(times[way], times[theirs]), bars(ranks, case).get((way, peer))
-    verdict = "" if bar is None else f", met {bar:g}" if reached >= bar else f", MISSED {bar:g}"
-    return f"{reached:.1f}x{verdict}"
+    reached = times_faster(times[way], times[theirs])
+    bar = bars(ranks, case).get((way, peer))
+    if bar is None:
+        return f"{reached:.1f}x"
+    return f"{reached:.1f}x, {'met' if reached >= bar else 'MISSED'} {bar:g}"
 
 
 def summary(ranks: int, found: dict[Case, Times]) -> list[dict]:

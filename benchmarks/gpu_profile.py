@@ -52,7 +52,8 @@ def covered(spans: Iterable[Span]) -> float:
     """
     total, end = 0.0, float("-inf")
     for begin, stop in sorted(spans):
-        total, end = total + max(0.0, stop - max(begin, end)), max(end, stop)
+        total += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
     return total
 
 
@@ -74,7 +75,8 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     config, rows = shape(variant, args.small)
     world = rl.init(rl.Mesh(shard=1))
-    device, step, batch = world.device, step_of(variant, config, world, compiled=not args.eager), tokens_of(config, rows, world)
+    device = world.device
+    step, batch = step_of(variant, config, world, compiled=not args.eager), tokens_of(config, rows, world)
     seconds, _ = run(step, batch, device, WARM_UP + args.repeat)
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
     with profile(activities=activities, acc_events=True) as watched:

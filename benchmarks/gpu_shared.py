@@ -38,7 +38,8 @@ Call = Callable[[], object]
 
 def variants(world: rl.World, gloo: Group, nbytes: int) -> dict[str, tuple[Call, Call]]:
     """For each name: the call, and a look at whether what it leaves is right. Whole numbers stay exact, and zeros zeros."""
-    n, p, device = nbytes // 4 // world.size * world.size, world.size, world.device
+    p, device = world.size, world.device
+    n = nbytes // 4 // p * p
     shared, plain, through = world.buffer(n), torch.empty(n, device=device), torch.empty(n, device=device)
     out, part = torch.empty(n, device=device), torch.empty(n // p, device=device)
     place = torch.arange(n, device=device) % 1000
@@ -96,16 +97,17 @@ def worker(args: argparse.Namespace) -> None:
     pg = connect(dist.PrefixStore("gloo", world._store), world.rank, world.size, world.device, timeout=300.0, loopback=True, own_gpu=False)
     gloo = Group(pg, world.rank, range(world.size), name="gloo", device=world.device)
     for nbytes in SMALL_SIZES if args.small else SIZES:
-        found: dict[str, list[float]] = {}
+        times: dict[str, int] = {}   # that a call is made in a row
+        seconds: dict[str, list[float]] = {}
         calls = variants(world, gloo, nbytes)
         for name, (call, check) in calls.items():
             world.agree(None if check() else f"rank {world.rank}: {name} of {nbytes} bytes is wrong")
             first = max(world.all_gather_object(seconds_of(call, world, 3)))
-            found[name] = [max(3, min(1000, int(BUDGET / args.repeat / first)))]   # how often in a row
+            times[name], seconds[name] = max(3, min(1000, int(BUDGET / args.repeat / first))), []
         for _ in range(args.repeat):
             for name, (call, _) in calls.items():
-                found[name].append(seconds_of(call, world, int(found[name][0])))
-        medians = {name: statistics.median(seconds) for name, (_, *seconds) in found.items()}
+                seconds[name].append(seconds_of(call, world, times[name]))
+        medians = {name: statistics.median(turns) for name, turns in seconds.items()}
         rows += [{"ranks": world.size, "bytes": nbytes, "variant": name, "us": round(median * 1e6, 1),
                   "GB/s": round(nbytes / median / 1e9, 2), "times a copy": round(median / medians["copy"], 2)}
                  for name, median in medians.items()]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import Words, count, counts, keep, machine, names_of, next_token, show
@@ -63,7 +63,8 @@ class Size:
     @classmethod
     def of(cls, config: GPTConfig) -> "Size":
         """That of a GPT."""
-        everything, root = parameter_count(config), config.vocab_size * config.width * (1 if config.tie else 2) + config.width
+        everything = parameter_count(config)
+        root = config.vocab_size * config.width * (1 if config.tie else 2) + config.width
         return cls(everything, root, (everything - root) // config.layers)
 
 
@@ -140,7 +141,8 @@ def largest_held(world: rl.World, stage: int, precision: str, config: GPTConfig)
     engine.step(batch)
     seen.append(engine.held())
     most = {kind: max(getattr(moment, kind) for moment in seen) for kind in KINDS}
-    return most | {"total": max(sum(getattr(moment, kind) for kind in KINDS) for moment in seen), "sent": world.ledger.bytes - before}
+    total = max(sum(getattr(moment, kind) for kind in KINDS) for moment in seen)
+    return most | {"total": total, "sent": world.ledger.bytes - before}
 
 
 def stage_rows(ranks: int, precision: str, config: GPTConfig) -> Iterator[dict]:
@@ -179,29 +181,40 @@ def saved_rows(config: GPTConfig, tokens: int) -> list[dict]:
 
 # ---------------------------------------------------------------------- 7 billion parameters
 
+class Way(NamedTuple):
+    """One way to train, and the bytes that a rank needs for it."""
+
+    name: str
+    gpu: Bytes                # all but activations
+    activations: float
+    host: float = 0.0
+
+
 def seven_billion(ranks: int, tokens: int) -> list[dict]:
     """What each way to train Llama 7B in bf16 needs on a GPU, and in host memory; GB are 10^9 bytes."""
     n, block = Size.of(LLAMA_7B), saved_by_block(LLAMA_7B, tokens, 2)
-    kept, recomputed = LLAMA_7B.layers * block, LLAMA_7B.layers * tokens * LLAMA_7B.width * 2 + block
-    ways = [("one GPU", held(0, n, 1, BF16), kept, 0.0), (f"DDP, {ranks} GPUs", held(0, n, ranks, BF16), kept, 0.0)]
-    ways += [(f"stage {stage}, {ranks} GPUs", held(stage, n, ranks, BF16), kept, 0.0) for stage in (1, 2, 3)]
-    ways.append((f"stage 3, {ranks} GPUs, recompute", held(3, n, ranks, BF16), recomputed, 0.0))
+    kept = LLAMA_7B.layers * block
+    recomputed = LLAMA_7B.layers * tokens * LLAMA_7B.width * 2 + block
+    ways = [Way("one GPU", held(0, n, 1, BF16), kept), Way(f"DDP, {ranks} GPUs", held(0, n, ranks, BF16), kept)]
+    ways += [Way(f"stage {stage}, {ranks} GPUs", held(stage, n, ranks, BF16), kept) for stage in (1, 2, 3)]
+    ways.append(Way(f"stage 3, {ranks} GPUs, recompute", held(3, n, ranks, BF16), recomputed))
     for gpus, name in ((ranks, f"stage 3, {ranks} GPUs"), (1, "stage 3, one GPU")):
         whole = held(3, n, gpus, BF16).gathered   # slices of everything are in host memory; on the GPU is what is whole for the moment
         there = Bytes(0, whole, GRADIENT / COMPUTE[BF16] * whole, 0)
-        ways.append((f"{name}, offload, recompute", there, recomputed, (MASTER[BF16] + GRADIENT + ADAM) * n.all / gpus))
-    return [{"way": name, "parameters": gb(b.parameters), "gathered": gb(b.gathered), "gradients": gb(b.gradients),
-             "optimizer": gb(b.optimizer), "activations": gb(activations),
-             "GPU, GB": gb(fullest(b, activations, GRADIENT * (n.root + 2 * n.block))), "host of each rank, GB": gb(host)}
-            for name, b, activations, host in ways]
+        ways.append(Way(f"{name}, offload, recompute", there, recomputed, (MASTER[BF16] + GRADIENT + ADAM) * n.all / gpus))
+    alive = GRADIENT * (n.root + 2 * n.block)
+    return [{"way": way.name, "parameters": gb(way.gpu.parameters), "gathered": gb(way.gpu.gathered), "gradients": gb(way.gpu.gradients),
+             "optimizer": gb(way.gpu.optimizer), "activations": gb(way.activations), "GPU, GB": gb(fullest(way, alive)),
+             "host of each rank, GB": gb(way.host)} for way in ways]
 
 
-def fullest(b: Bytes, activations: float, alive: float) -> float:
+def fullest(way: Way, alive: float) -> float:
     """Bytes at the fullest moment of a step on a GPU, which begins without gradients: as they come, activations go.
 
     So either all activations are there, and gradients that are whole for the moment (`alive`), or all gradients.
     """
-    return b.total - b.gradients + max(b.gradients, activations + min(b.gradients, alive))
+    gradients = way.gpu.gradients
+    return way.gpu.total - gradients + max(gradients, way.activations + min(gradients, alive))
 
 
 def gb(nbytes: float) -> str:
@@ -211,7 +224,9 @@ def gb(nbytes: float) -> str:
 
 def readable(nbytes: float) -> str:
     """In units of 2^10 bytes."""
-    return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB" if nbytes else "0"
+    if nbytes >= 1 << 20:
+        return f"{nbytes / 2**20:.2f} MiB"
+    return f"{nbytes / 2**10:.1f} KiB" if nbytes else "0"
 
 
 def put(page: Path, name: str, table: str) -> None:

@@ -37,7 +37,7 @@ from rankloom.parallel.pipeline.measure import measure_message, measure_pieces, 
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import Pipeline
 from rankloom.parallel.pipeline.schedules import SCHEDULES, make_schedule
-from rankloom.parallel.pipeline.simulate import simulate_schedule
+from rankloom.parallel.pipeline.simulate import Timeline, simulate_schedule
 
 Step = Callable[[], object]
 TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "zb-v": ScheduleZBVZeroBubble}
@@ -128,12 +128,18 @@ class Bench:
             beside.append(simulate_schedule(schedule, recorded_costs(steps[-3::2], message)))
         self.model.zero_grad(set_to_none=True)
         seen = steps[1::2]
-        took = [median_ms([step.makespan for step in some]) for some in (alone, beside, seen)]
-        bubbles = [statistics.median(step.bubble for step in some) for some in (alone, beside, seen)]
+
+        def bubble(timelines: list[Timeline]) -> float:
+            return statistics.median(timeline.bubble for timeline in timelines)
+
+        def took(timelines: list[Timeline]) -> float:
+            return median_ms([timeline.makespan for timeline in timelines])
+
         return {"schedule": name, "pieces a stage": "+".join(map(str, sizes)),
-                "ms by the pieces": took[0], "ms by other steps": took[1], "recorded ms": took[2],
-                "bubble by the pieces": f"{bubbles[0]:.3f}", "bubble by other steps": f"{bubbles[1]:.3f}", "recorded": f"{bubbles[2]:.3f}",
-                "over pieces": f"{bubbles[2] / bubbles[0]:.2f}", "over other steps": f"{bubbles[2] / bubbles[1]:.2f}"}
+                "ms by the pieces": took(alone), "ms by other steps": took(beside), "recorded ms": took(seen),
+                "bubble by the pieces": f"{bubble(alone):.3f}", "bubble by other steps": f"{bubble(beside):.3f}",
+                "recorded": f"{bubble(seen):.3f}", "over pieces": f"{bubble(seen) / bubble(alone):.2f}",
+                "over other steps": f"{bubble(seen) / bubble(beside):.2f}"}
 
 
 def time_variants(bench: Bench, names: list[str], repeat: int) -> dict:

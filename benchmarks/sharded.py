@@ -176,8 +176,11 @@ def verdict(walls: Walls, variant: Variant, precision: str) -> str:
     asked = {"FSDP2 on gloo": (FSDP2["gloo"], bar), "FSDP2 under autocast": ([AUTOCAST], bar)}
     if variant.backend == "rankloom":
         asked["DeepSpeed ZeRO-3"] = (ZERO[3], 2.0)
-    said = [(peer, times_faster(walls, variant, theirs), bar) for peer, (theirs, bar) in asked.items()]
-    return "; ".join(f"{reached:.2f}x {peer}, {'met' if reached >= bar else 'MISSED'} {bar:g}" for peer, reached, bar in said if reached)
+    said = []
+    for peer, (theirs, bar) in asked.items():
+        if reached := times_faster(walls, variant, theirs):
+            said.append(f"{reached:.2f}x {peer}, {'met' if reached >= bar else 'MISSED'} {bar:g}")
+    return "; ".join(said)
 
 
 def apart(found: dict, variant: Variant) -> str:

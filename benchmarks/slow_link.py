@@ -179,11 +179,12 @@ def worker(args: argparse.Namespace) -> None:
             x = source.clone()
             world.barrier()
             algorithm, group = ways[name]
-            before, begin = (group.ledger.bytes, sent_by_interface()), time.perf_counter()
+            by_ledger, on_wire = group.ledger.bytes, sent_by_interface()
+            begin = time.perf_counter()
             algorithm(x, group)
             seconds = time.perf_counter() - begin
             world.barrier()
-            numbers = torch.tensor([seconds, group.ledger.bytes - before[0], sent_by_interface() - before[1]], dtype=torch.float64)
+            numbers = torch.tensor([seconds, group.ledger.bytes - by_ledger, sent_by_interface() - on_wire], dtype=torch.float64)
             everyone = world.all_gather(numbers).view(world.size, 3)
             if turn:   # the first is not counted
                 found[name]["seconds"].append(everyone[:, 0].max().item())

@@ -28,7 +28,7 @@ COMPRESS = ("none", "int8", "int4")
 def worker(args: argparse.Namespace) -> None:
     """One rank: all variants of one number of ranks per host in turn."""
     torch.set_num_threads(1)
-    steps, found = {}, {}
+    steps = {}
     for name, stage, mesh in LAYOUTS[args.ranks_per_host]:
         world = rl.init(mesh, backend="gloo")
         for compress in COMPRESS:
@@ -36,8 +36,7 @@ def worker(args: argparse.Namespace) -> None:
                                 optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4), compress=compress)
             tokens = torch.randint(0, 1000, (1, TOKENS + 1), generator=torch.Generator().manual_seed(engine.group.rank))
             steps[f"{name}: {compress}"] = partial(engine.step, next_token(tokens))
-    for name, times in take_turns(steps, args.repeat, world.barrier).items():
-        found[name] = times["wall"]
+    found = {name: times["wall"] for name, times in take_turns(steps, args.repeat, world.barrier).items()}
     if world.rank == 0:
         Path(args.out).write_text(json.dumps(found))
 

@@ -97,7 +97,9 @@ def main() -> None:
     parser.add_argument("--scale", type=count, default=8, help="divides every side of the model: 8 or 16")
     parser.add_argument("--name", default="step_memory", help="of the files in benchmarks/results/")
     args = parser.read()
-    where, found, table, peer = machine(), {}, [], 0.0
+    where = machine()
+    found: dict[str, list[tuple[float, int]]] = {}
+    table, peer = [], 0.0
     for name in NAMES:
         result = run_alone(__file__, args, only=name)
         if "error" in result:

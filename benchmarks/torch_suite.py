@@ -88,6 +88,11 @@ def one_rank(backend: str) -> Callable[[dict], list[str]]:
     return run_and_clean_up
 
 
+def one_failed(verdicts: dict[str, list[str]]) -> bool:
+    """Whether a test failed on one of the backends."""
+    return any(outcome == "failed" for outcome, _ in verdicts.values())
+
+
 def verdict(answers: list[list[str]]) -> list[str]:
     """Of all ranks: one that failed decides, then one that did not skip."""
     return min(answers, key=lambda answer: ("failed", "passed", "skipped").index(answer[0]))
@@ -110,16 +115,16 @@ def main() -> None:
                 for part in ("barrier", "test_dir", "init_dir"):
                     (folder / part).mkdir(parents=True)
                 verdicts.setdefault(test, {})[backend] = verdict(pool.ask(test=test, folder=str(folder)))
-            if any(said[0] == "failed" for said in verdicts[test].values()):
+            if one_failed(verdicts[test]):
                 print(test, *(f"    {backend}: {' '.join(said)}" for backend, said in verdicts[test].items()), sep="\n", flush=True)
         for pool in pools.values():
             pool.end()
     counts = {backend: Counter(of[backend][0] for of in verdicts.values()) for backend in BACKENDS}
-    rows = [{"backend": backend, "ranks": args.ranks, "tests": len(tests)} | {kind: counts[backend][kind] for kind in
-            ("passed", "skipped", "failed")} for backend in BACKENDS]
+    rows = [{"backend": backend, "ranks": args.ranks, "tests": len(tests), "passed": counts[backend]["passed"],
+             "skipped": counts[backend]["skipped"], "failed": counts[backend]["failed"]} for backend in BACKENDS]
     print(show(rows))
-    differ = {test: of for test, of in verdicts.items() if any(said[0] == "failed" for said in of.values())}
-    details = [{"test": test} | {backend: " ".join(said).replace("|", "/") for backend, said in of.items()} for test, of in differ.items()]
+    details = [{"test": test} | {backend: " ".join(said).replace("|", "/") for backend, said in of.items()}
+               for test, of in verdicts.items() if one_failed(of)]
     keep("torch_suite", where, rows, f"\nThose that failed on one of them:\n\n{show(details)}\n" if details else "")
 
 
