@@ -4,6 +4,7 @@
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -17,6 +18,16 @@ LENGTH, RANKS, INK = 32, 4, "#22303C"
 DOCUMENTS = (0, 5, 18, 26, LENGTH)
 
 
+class Tile(NamedTuple):
+    """A rectangle of scores, or, if it is causal, the triangle below its diagonal."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+    causal: bool
+
+
 def draw(axes: Axes, spans: tuple[Spans, ...], documents: tuple[int, ...], title: str) -> None:
     """Queries downwards, keys to the right; a tile has the look of the rank that computes it, and the number of its hop."""
     at = [[position for span in mine for position in span] for mine in spans]
@@ -24,12 +35,10 @@ def draw(axes: Axes, spans: tuple[Spans, ...], documents: tuple[int, ...], title
     for rank in range(RANKS):
         for owner in range(RANKS):
             for _, query, key, causal in tiles(spans[rank], spans[owner], causal=True, documents=(documents,)):
-                top, left, height, width = at[rank][query.start], at[owner][key.start], query.stop - query.start, key.stop - key.start
-                look = {"facecolor": COLOURS[rank], "hatch": HATCHES[rank], "edgecolor": "white", "linewidth": 0.6}
-                corners = [(left, top), (left, top + height), (left + width, top + height)]
-                axes.add_patch(Polygon(corners, **look) if causal else Rectangle((left, top), width, height, **look))
-                work[rank] += height * width / (2 if causal else 1)
-                write_hop(axes, (left, top, width, height), rank, (rank - owner) % RANKS, causal)
+                tile = Tile(at[owner][key.start], at[rank][query.start], key.stop - key.start, query.stop - query.start, causal)
+                draw_tile(axes, tile, rank)
+                write_hop(axes, tile, rank, (rank - owner) % RANKS)
+                work[rank] += tile.height * tile.width / (2 if causal else 1)
     axes.set(xlim=(0, LENGTH), ylim=(LENGTH, 0), xticks=[], yticks=[], aspect="equal")
     axes.set_xlabel("keys →", fontsize=9, color=INK)
     axes.set_ylabel("← queries", fontsize=9, color=INK)   # it is read upwards, so this points down
@@ -37,15 +46,24 @@ def draw(axes: Axes, spans: tuple[Spans, ...], documents: tuple[int, ...], title
     axes.set_title(f"{title}\nwork of ranks 0 to 3: {shares}", fontsize=9, color=INK)
 
 
-def write_hop(axes: Axes, tile: tuple[int, int, int, int], rank: int, hop: int, causal: bool) -> None:
+def draw_tile(axes: Axes, tile: Tile, rank: int) -> None:
+    """It has the look of the rank that computes it."""
+    left, top, width, height, causal = tile
+    look = {"facecolor": COLOURS[rank], "hatch": HATCHES[rank], "edgecolor": "white", "linewidth": 0.6}
+    corners = [(left, top), (left, top + height), (left + width, top + height)]
+    axes.add_patch(Polygon(corners, **look) if causal else Rectangle((left, top), width, height, **look))
+
+
+def write_hop(axes: Axes, tile: Tile, rank: int, hop: int) -> None:
     """The number of the hop: in the tile, or, of a small triangle, beside its diagonal."""
-    left, top, width, height = tile
+    left, top, width, height, causal = tile
     if causal and width <= 2:
         axes.text(left + width / 2 + 0.35, top + height / 2 - 0.1, str(hop), color=COLOURS[rank], fontsize=6.5, fontweight="bold",
                   va="center")
         return
-    third, small = (1 / 3, 2 / 3) if causal else (1 / 2, 1 / 2), height == 1
-    axes.text(left + width * third[0], top + height * third[1], str(hop), color="white", fontsize=5.5 if small else 7, ha="center",
+    across, down = (1 / 3, 2 / 3) if causal else (1 / 2, 1 / 2)   # to the middle of a triangle, or of a rectangle
+    small = height == 1
+    axes.text(left + width * across, top + height * down, str(hop), color="white", fontsize=5.5 if small else 7, ha="center",
               va="center_baseline" if small else "center",
               bbox={"facecolor": COLOURS[rank], "edgecolor": "none", "pad": 0.2 if small else 0.8})
 

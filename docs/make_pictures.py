@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from draw_to_file import draw_to_file
 from matplotlib.axes import Axes
@@ -13,9 +14,28 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 INK, PALE, GHOST = "#22303C", "#6B7885", "#E9EDF1"
-PARAMETERS = (   # name, rows, columns, colour; not to scale
-    ("norm", 1, 4, "#E69F00"), ("query", 5, 5, "#0072B2"), ("key", 5, 3, "#56B4E9"), ("value", 5, 3, "#009E73"),
-    ("output", 5, 5, "#CC79A7"), ("norm", 1, 4, "#E69F00"))
+
+
+class Parameter(NamedTuple):
+    """A matrix of the unit; not to scale."""
+
+    name: str
+    rows: int
+    columns: int
+    colour: str
+
+
+class Segment(NamedTuple):
+    """The elements of a parameter in the flat buffer."""
+
+    start: int
+    stop: int
+    colour: str
+
+
+PARAMETERS = (
+    Parameter("norm", 1, 4, "#E69F00"), Parameter("query", 5, 5, "#0072B2"), Parameter("key", 5, 3, "#56B4E9"),
+    Parameter("value", 5, 3, "#009E73"), Parameter("output", 5, 5, "#CC79A7"), Parameter("norm", 1, 4, "#E69F00"))
 RANKS, TOTAL = 4, 96                   # elements of the unit, padding included
 SLICE = TOTAL // RANKS
 UNITS = 6
@@ -25,13 +45,14 @@ LANE_COLOUR = {GATHER: "#56B4E9", FORWARD: "#0072B2", BACKWARD: "#003F66", REDUC
 
 # ---------------------------------------------------------------------- the unit: a flat buffer, cut over ranks
 
-def segments() -> list[tuple[float, float, str]]:
-    """(start, stop, colour) of each parameter in the flat buffer; what is left is padding."""
+def segments() -> list[Segment]:
+    """That of each parameter; what is left is padding, without a colour."""
     found, at = [], 0
-    for _, rows, columns, colour in PARAMETERS:
-        found.append((at, at + rows * columns, colour))
-        at += rows * columns
-    return [*found, (at, TOTAL, "none")]
+    for param in PARAMETERS:
+        stop = at + param.rows * param.columns
+        found.append(Segment(at, stop, param.colour))
+        at = stop
+    return [*found, Segment(at, TOTAL, "none")]
 
 
 def box(axes: Axes, corner: tuple[float, float], width: float, height: float, **look: object) -> None:
@@ -209,8 +230,9 @@ def draw_memory(axes: Axes, actions: list[Action]) -> None:
     whole = 16 * UNITS
     axes.axhline(whole, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
     axes.text(times[-1], whole - 2.5, "data parallel, any number of ranks: everything whole", ha="right", va="top", color=INK, fontsize=9)
-    peak = max(map(sum, zip(*held.values())))
-    at = times[list(map(sum, zip(*held.values()))).index(peak)]
+    totals = [sum(kinds) for kinds in zip(*held.values())]
+    peak = max(totals)
+    at = times[totals.index(peak)]
     axes.annotate(f"peak {peak / whole:.0%}", (at, peak), (at - 2.2, peak + 24), color=INK, fontsize=9, va="center",
                   arrowprops={"arrowstyle": "-|>", "color": PALE, "shrinkB": 1})
     axes.legend(reversed(layers), list(held)[::-1], loc="upper left", bbox_to_anchor=(0.0, 0.93), frameon=False, fontsize=9,
