@@ -24,7 +24,7 @@ def whole_gradients(model: nn.Module, group) -> dict[str, torch.Tensor]:
     return joined(grads, model, group)
 
 
-def expect_equal(ranks: int, make: Callable[[], nn.Module], run: Callable, *, plan=None, rtol: float = RTOL,
+def expect_equals_plain(ranks: int, make: Callable[[], nn.Module], run: Callable, *, plan=None, rtol: float = RTOL,
                  before: Callable = lambda world: None, **options) -> None:
     """Split `make()` over ranks; `run(model) -> (logits, loss)`, logits or None, must give what the plain model does.
 

@@ -253,7 +253,8 @@ class Held:
     """A tensor in a given layout inside a larger buffer, of which not one other element may be touched."""
 
     def __init__(self, like: Tensor, layout: str, arena: Arena, fill: bool = False):
-        shape, dtype, n, step = tuple(like.shape), like.dtype, like.numel(), 2 if layout == "gaps" else 1
+        shape, dtype, n = tuple(like.shape), like.dtype, like.numel()
+        step = 2 if layout == "gaps" else 1
         guard = 0 if layout in ("plain", "shared") else 1   # one element: nothing is aligned any more
         nbytes = (n * step + 2 * guard) * dtype.itemsize
         memory = arena.take(nbytes) if layout == "shared" else torch.empty(nbytes, dtype=torch.uint8)
@@ -262,16 +263,17 @@ class Held:
         self.x = inside.view(shape[::-1]).permute(tuple(range(len(shape))[::-1])) if layout == "transposed" else inside.view(shape)
         if fill:
             self.x.copy_(like)
-        end, elements = guard + n * step, self.buffer.view(torch.uint8).view(-1, dtype.itemsize)
+        end = guard + n * step
+        elements = self.buffer.view(torch.uint8).view(-1, dtype.itemsize)
         around = [elements[:guard], elements[end:], *(elements[guard + gap: end: step] for gap in range(1, step))]
         self._others = [others for others in around if len(others)]
 
     def let_go(self) -> tuple[Tensor, bool]:
         """What the tensor holds now, and whether everything around it is as it was. From here on the memory is used for other things."""
-        held, bits = self.x.clone(), self.buffer.view(torch.uint8)
-        whole = all(bool((others == 1).all()) for others in self._others)
-        bits.fill_(255 if self.buffer.dtype != torch.bool else 0)
-        return held, whole
+        held = self.x.clone()
+        untouched = all(bool((others == 1).all()) for others in self._others)
+        self.buffer.view(torch.uint8).fill_(255 if self.buffer.dtype != torch.bool else 0)
+        return held, untouched
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -289,10 +291,10 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
     """Equal to the last bit, but one NaN is as good as another."""
     if same_bits(a, b):
         return True
-    if not b.dtype.is_floating_point or a.numel() != b.numel():
+    if a.dtype != b.dtype or not b.dtype.is_floating_point or a.numel() != b.numel():
         return False
-    numbers = [~x.double().isnan().flatten() for x in (a, b)]
-    return a.dtype == b.dtype and torch.equal(*numbers) and torch.equal(bits_of(a)[numbers[0]], bits_of(b)[numbers[1]])
+    numbers_of_a, numbers_of_b = (~x.double().isnan().flatten() for x in (a, b))
+    return torch.equal(numbers_of_a, numbers_of_b) and torch.equal(bits_of(a)[numbers_of_a], bits_of(b)[numbers_of_b])
 
 
 # ---------------------------------------------------------------- drawing

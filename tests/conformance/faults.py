@@ -15,7 +15,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,15 +71,33 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
+class Told(NamedTuple):
+    """What ended a rank's calls: an error, when it came, and when the call that raised it began, by the monotonic clock."""
+
+    kind: str
+    text: str
+    when: float
+    began: float
+
+
+class Held(NamedTuple):
+    """How many of each a process has."""
+
+    descriptors: int
+    threads: int
+    mappings: int
+
+
 # ---------------------------------------------------------------- in the processes
 
 
 def one_call(group: Any, rng: random.Random) -> None:
     """A random collective, the same on all ranks; in the background or not. A wrong value is a failure too."""
-    rank, size, n = group.rank(), group.size(), rng.choice((1, 1000, 20_000, 300_000))
-    name, asynchronous = rng.choice(("all_reduce", "all_gather", "all_to_all", "barrier", "ring")), rng.random() < 0.5
+    rank, size = group.rank(), group.size()
+    n = rng.choice((1, 1000, 20_000, 300_000))
+    name = rng.choice(("all_reduce", "all_gather", "all_to_all", "barrier", "ring"))
     options = {"all_reduce": dist.AllreduceOptions, "barrier": dist.BarrierOptions}.get(name, dist.AllToAllOptions)()
-    options.asyncOp = asynchronous
+    options.asyncOp = rng.random() < 0.5
     x, out = torch.full((n,), float(rank)), torch.empty(n * size)
     if name == "all_reduce":
         works, got, expected = [group.allreduce([x], options)], x, sum(range(size))
@@ -99,7 +117,7 @@ def one_call(group: Any, rng: random.Random) -> None:
 
 def run_until_it_fails(pipe: Any, store: Any, held: dict, name: str, rank: int, injection: Injection) -> None:
     """Build a group and use it; report what ended it, and when that call began."""
-    rng, began, told = random.Random(injection.seed), 0.0, ("", "", 0.0)
+    rng, began = random.Random(injection.seed), 0.0
     try:
         host = injection.hosts[rank] if injection.hosts else None
         held["group"] = make_group(dist.PrefixStore(name, store), rank, injection.size, PATIENT, host=host)
@@ -110,16 +128,17 @@ def run_until_it_fails(pipe: Any, store: Any, held: dict, name: str, rank: int, 
             began = time.monotonic()
             one_call(held["group"], rng)
     except Exception as error:   # not hidden: it is what the parent waits for
-        told = (type(error).__name__, str(error), time.monotonic())
+        told = Told(type(error).__name__, str(error), time.monotonic(), began)
     if group := held.pop("group", None):
         group.shutdown()
     del group
-    pipe.send((*told, began))
+    pipe.send(told)
 
 
-def use_once(store: Any, name: str, rank: int, size: int) -> tuple[Any, ...]:
+def use_once(store: Any, name: str, rank: int, size: int) -> Held:
     """Build a group, use it and leave it; what this process holds afterwards."""
-    group, rng = make_group(dist.PrefixStore(name, store), rank, size), random.Random(0)
+    group = make_group(dist.PrefixStore(name, store), rank, size)
+    rng = random.Random(0)
     for _ in range(10):
         one_call(group, rng)
     group.barrier().wait()
@@ -128,7 +147,8 @@ def use_once(store: Any, name: str, rank: int, size: int) -> tuple[Any, ...]:
     group.shutdown()
     del group
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), threads_of_this_process(), Path("/proc/self/maps").read_text().count("memfd:")
+    descriptors = len(os.listdir("/proc/self/fd"))
+    return Held(descriptors, threads_of_this_process(), Path("/proc/self/maps").read_text().count("memfd:"))
 
 
 def serve(pipe: Any, port: int) -> None:
@@ -156,7 +176,7 @@ def serve(pipe: Any, port: int) -> None:
 
 
 class Process:
-    """A process of the pool. `holds`: descriptors, threads and mappings when it was idle for the first time."""
+    """A process of the pool. holds: what it held when it was idle for the first time"""
 
     def __init__(self, port: int):
         context = multiprocessing.get_context("forkserver")
@@ -165,7 +185,7 @@ class Process:
         self.process = context.Process(target=serve, args=(theirs, port), daemon=True)
         self.process.start()
         theirs.close()
-        self.holds: Any = None
+        self.holds: Held | None = None
 
     def hear(self, seconds: float) -> Any:
         """The next thing that it says, or None."""
@@ -255,22 +275,21 @@ def listen(outcome: Outcome, rank: int, process: Process, struck: float, gone: f
     struck: when the victim was struck   gone: when it had gone, as far as can be seen
     """
     injection, problems = outcome.injection, outcome.problems
-    told = process.hear(injection.timeout * (injection.kind == "stop") + AT_ONCE)
+    due = injection.timeout if injection.kind == "stop" else 0.0
+    told: Told | None = process.hear(due + AT_ONCE)
     if told is None:
         problems.append(f"rank {rank} was told nothing")
         return gone
-    kind, text, when, began = told
-    outcome.errors.append(f"{kind}: {text}")
+    outcome.errors.append(f"{told.kind}: {told.text}")
     allowed = ("CollectiveTimeout", "RankLost") if injection.kind == "stop" else ("RankLost",)
-    if kind not in allowed:
-        problems.append(f"rank {rank} got {kind}: {text}")
-    if not re.search(rf"\brank {injection.victim}\b", text.removeprefix(f"rank {rank}: ")):
-        problems.append(f"rank {rank} was not told of rank {injection.victim}, but: {text}")
-    due = injection.timeout if injection.kind == "stop" else 0.0
-    outcome.latency = max(outcome.latency, when - struck - due)
-    outcome.late = max(outcome.late, when - gone - due)
-    outcome.waited = max(outcome.waited, when - began)   # the first whose time is up frees those that came later
-    return when
+    if told.kind not in allowed:
+        problems.append(f"rank {rank} got {told.kind}: {told.text}")
+    if not re.search(rf"\brank {injection.victim}\b", told.text.removeprefix(f"rank {rank}: ")):
+        problems.append(f"rank {rank} was not told of rank {injection.victim}, but: {told.text}")
+    outcome.latency = max(outcome.latency, told.when - struck - due)
+    outcome.late = max(outcome.late, told.when - gone - due)
+    outcome.waited = max(outcome.waited, told.when - told.began)   # the first whose time is up frees those that came later
+    return told.when
 
 
 def look_around(pool: Pool, outcome: Outcome, living: list[Process]) -> None:
@@ -280,4 +299,4 @@ def look_around(pool: Pool, outcome: Outcome, living: list[Process]) -> None:
     for rank, each in enumerate(living):
         holds = each.hear(60)
         if holds != each.holds:
-            outcome.problems.append(f"process {rank} of the new group holds (descriptors, threads, mappings) {holds}, before {each.holds}")
+            outcome.problems.append(f"process {rank} of the new group has {holds}, before {each.holds}")

@@ -15,7 +15,7 @@ from rankloom.base.errors import ConfigError, DataError, ShapeMismatch
 from rankloom.models.config import MoEConfig
 from rankloom.models.generate import generate
 from rankloom.parallel.model_split import load_full_state_dict
-from split_model import RTOL, expect_equal, whole_gradients
+from split_model import RTOL, expect_equals_plain, whole_gradients
 
 
 def make(seed: int = 3, dtype: torch.dtype = torch.float64, **shape) -> rl.GPT:
@@ -44,27 +44,27 @@ def run(model: rl.GPT) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_split_gpt_is_the_plain_one(ranks, tie):
-    expect_equal(ranks, lambda: make(tie=tie), run)
+    expect_equals_plain(ranks, lambda: make(tie=tie), run)
 
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_gpt_split_by_tokens_too_is_the_plain_one(ranks, tie):
-    expect_equal(ranks, lambda: make(tie=tie), run, plan=make(tie=tie).tp_sequence_plan)
+    expect_equals_plain(ranks, lambda: make(tie=tie), run, plan=make(tie=tie).tp_sequence_plan)
 
 
 @pytest.mark.parametrize("plan", ["tp_plan", "tp_sequence_plan"])
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), (4, 1), (3, 1), (4, 2), (2, 2), (4, 4), (6, 2), (6, 3)])
 def test_fewer_key_value_heads_than_query_heads_or_ranks(ranks, kv_heads, plan):
     shape = dict(kv_heads=kv_heads, layers=1)
-    expect_equal(ranks, lambda: make(**shape), run, plan=getattr(make(**shape), plan))
+    expect_equals_plain(ranks, lambda: make(**shape), run, plan=getattr(make(**shape), plan))
 
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("vocab", [37, 5, 2])
 def test_a_vocabulary_that_does_not_divide_is_padded_and_the_padding_is_not_seen(vocab, tie):
     for plan in ("tp_plan", "tp_sequence_plan"):
-        expect_equal(4, lambda: make(vocab_size=vocab, tie=tie, layers=1), run, plan=getattr(make(tie=tie), plan))
+        expect_equals_plain(4, lambda: make(vocab_size=vocab, tie=tie, layers=1), run, plan=getattr(make(tie=tie), plan))
 
 
 def test_padding_stays_zero_however_long_it_is_trained():
@@ -90,7 +90,7 @@ def test_gradients_accumulate_over_micro_batches(ranks):
 
     for plan in ("tp_plan", "tp_sequence_plan"):
         shape = dict(kv_heads=1, layers=1)
-        expect_equal(ranks, lambda shape=shape: make(**shape), twice, plan=getattr(make(**shape), plan))
+        expect_equals_plain(ranks, lambda shape=shape: make(**shape), twice, plan=getattr(make(**shape), plan))
 
 
 def test_recomputed_activations_change_nothing():
@@ -101,7 +101,7 @@ def test_recomputed_activations_change_nothing():
         return run(model)
 
     for plan in ("tp_plan", "tp_sequence_plan"):
-        expect_equal(2, make, recompute, plan=getattr(make(), plan))
+        expect_equals_plain(2, make, recompute, plan=getattr(make(), plan))
 
 
 def test_a_sequence_that_does_not_split_over_the_ranks_is_refused_by_all():
@@ -169,7 +169,7 @@ def pause_before_collectives(world: rl.World) -> None:
 
 @pytest.mark.parametrize("plan", ["tp_plan", "tp_sequence_plan"])
 def test_late_ranks_change_nothing(plan):
-    expect_equal(3, lambda: make(kv_heads=1), run, plan=getattr(make(), plan), before=pause_before_collectives)
+    expect_equals_plain(3, lambda: make(kv_heads=1), run, plan=getattr(make(), plan), before=pause_before_collectives)
 
 
 def split_and_run(world: rl.World) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -191,7 +191,7 @@ def test_processes_are_one_process(backend):
 
 
 def test_experts_stay_whole_where_attention_is_split():
-    expect_equal(3, lambda: make(moe=MoEConfig(experts=4, top_k=2, ffn=12)), run)
+    expect_equals_plain(3, lambda: make(moe=MoEConfig(experts=4, top_k=2, ffn=12)), run)
 
 
 def test_fp32_and_bf16_are_off_by_their_roundings_only():
@@ -266,4 +266,4 @@ def test_compiled_blocks_leave_out_of_their_graphs_what_ranks_say_to_each_other(
             block.compile(backend="eager")
         return run(model)
 
-    expect_equal(2, make, compiled, plan=getattr(make(), plan))
+    expect_equals_plain(2, make, compiled, plan=getattr(make(), plan))

@@ -15,7 +15,7 @@ from closeness import error
 from rankloom.base.cost import all_reduce_bill
 from rankloom.base.errors import ConfigError
 from seeded import seeded, shaken
-from split_model import expect_equal
+from split_model import expect_equals_plain
 
 TOKENS = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(5))
 PLAN = {"kv_a_proj": "mla_kv_a_proj", "kv_b": "colwise", "q": "colwise", "out": "rowwise"}
@@ -53,10 +53,10 @@ def run_alone(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_heads_may_be_of_another_width_in_each_matrix(ranks, debug, monkeypatch):
     monkeypatch.setenv("RANKLOOM_DEBUG", debug)
-    expect_equal(ranks, latent, run_alone, plan=PLAN)
-    expect_equal(ranks, latent, run_alone, plan=PLAN, overlap=2)
-    expect_equal(ranks, partial(latent, rotated=0), run_alone, plan=PLAN)   # as in GLM-5
-    expect_equal(ranks, partial(latent, head_dim=2), run_alone, plan=PLAN)   # of the rotated part, as the configs of that family say
+    expect_equals_plain(ranks, latent, run_alone, plan=PLAN)
+    expect_equals_plain(ranks, latent, run_alone, plan=PLAN, overlap=2)
+    expect_equals_plain(ranks, partial(latent, rotated=0), run_alone, plan=PLAN)   # as in GLM-5
+    expect_equals_plain(ranks, partial(latent, head_dim=2), run_alone, plan=PLAN)   # of the rotated part, as the configs of that family say
 
 
 def test_beside_the_sums_of_its_entrances_backward_sums_the_rotated_features_alone():
@@ -139,23 +139,23 @@ def run(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_deepseek_v2_is_split_by_its_own_plan(ranks, more, exact_rotation):
     assert "mla_kv_a_proj" in deepseek("DeepseekV2", **more).tp_plan.values()
-    expect_equal(ranks, lambda: copy.deepcopy(deepseek("DeepseekV2", **more)), run)
+    expect_equals_plain(ranks, lambda: copy.deepcopy(deepseek("DeepseekV2", **more)), run)
 
 
 @pytest.mark.parametrize("interleave", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_deepseek_v3_is_split_by_its_own_plan_and_by_one_that_names_its_attention_too(ranks, interleave):
     make = lambda: copy.deepcopy(deepseek("DeepseekV3", rope_interleave=interleave, **GROUPS))
-    expect_equal(ranks, make, run)   # that says nothing of attention, which stays whole
-    expect_equal(ranks, make, run, plan=MLP | ATTENTION)
+    expect_equals_plain(ranks, make, run)   # that says nothing of attention, which stays whole
+    expect_equals_plain(ranks, make, run, plan=MLP | ATTENTION)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_in_debug_mode_nothing_is_wrong_with_them(ranks, exact_rotation, monkeypatch):
     monkeypatch.setenv("RANKLOOM_DEBUG", "1")
-    expect_equal(ranks, lambda: copy.deepcopy(deepseek("DeepseekV2")), run)
+    expect_equals_plain(ranks, lambda: copy.deepcopy(deepseek("DeepseekV2")), run)
     make = lambda: copy.deepcopy(deepseek("DeepseekV3", **GROUPS))
-    expect_equal(ranks, make, run, plan=MLP | ATTENTION)
+    expect_equals_plain(ranks, make, run, plan=MLP | ATTENTION)
 
 
 OTHERS = {   # family -> what it takes beside the common numbers
@@ -171,7 +171,7 @@ OTHERS = {   # family -> what it takes beside the common numbers
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_with_experts_and_in_other_families_it_is_equal_up_to_what_they_round_to_fp32(ranks, family):
     """Norms, routers and rotations, whatever the model's dtype."""
-    expect_equal(ranks, lambda: copy.deepcopy(deepseek(family, 1, exact=False, **OTHERS[family])), run, rtol=1e-6)
+    expect_equals_plain(ranks, lambda: copy.deepcopy(deepseek(family, 1, exact=False, **OTHERS[family])), run, rtol=1e-6)
 
 
 def test_a_split_deepseek_v2_writes_the_same_text():

@@ -16,7 +16,7 @@ from rankloom.parallel.tensor.overlap import OverlappedRowLinear
 from rankloom.train.recompute import recompute
 from rankloom.train.run.config import make_config
 from rankloom.train.run.loop import build_engine
-from split_model import expect_equal
+from split_model import expect_equals_plain
 
 from .test_gpt import make, pause_before_collectives, run
 from .test_styles import PAIRS, Gated, Pair, shaken
@@ -30,19 +30,19 @@ PLANS = ["tp_plan", "tp_sequence_plan"]
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_gpt_in_pieces_is_the_plain_one(ranks, pieces, plan):
     shape = dict(kv_heads=1, tie=pieces == 2, layers=1)
-    expect_equal(ranks, lambda: make(**shape), run, plan=getattr(make(**shape), plan), overlap=pieces)
+    expect_equals_plain(ranks, lambda: make(**shape), run, plan=getattr(make(**shape), plan), overlap=pieces)
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_late_ranks_change_nothing(plan):
-    expect_equal(3, make, run, plan=getattr(make(), plan), overlap=2, before=pause_before_collectives)
+    expect_equals_plain(3, make, run, plan=getattr(make(), plan), overlap=2, before=pause_before_collectives)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_layers_with_and_without_bias_or_transposed(pair):
-    expect_equal(3, lambda: shaken(PAIRS[pair]()), run_pair, plan={"first": "colwise", "second": "rowwise"}, overlap=2)
-    expect_equal(3, lambda: shaken(PAIRS[pair]()), run_pair, plan={"first": "colwise_rep", "second": "rowwise_rep"}, overlap=2)
-    expect_equal(2, lambda: shaken(Gated()), run_pair, plan={"gate_up": "packed_colwise", "down": "rowwise"}, overlap=2)
+    expect_equals_plain(3, lambda: shaken(PAIRS[pair]()), run_pair, plan={"first": "colwise", "second": "rowwise"}, overlap=2)
+    expect_equals_plain(3, lambda: shaken(PAIRS[pair]()), run_pair, plan={"first": "colwise_rep", "second": "rowwise_rep"}, overlap=2)
+    expect_equals_plain(2, lambda: shaken(Gated()), run_pair, plan={"gate_up": "packed_colwise", "down": "rowwise"}, overlap=2)
 
 
 class InPlace(Pair):
@@ -54,7 +54,7 @@ class InPlace(Pair):
 
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_what_a_row_gives_may_be_changed_in_place(pieces):
-    expect_equal(2, lambda: shaken(InPlace(nn.Linear(6, 12), nn.Linear(12, 5, bias=False))), run_pair, overlap=pieces,
+    expect_equals_plain(2, lambda: shaken(InPlace(nn.Linear(6, 12), nn.Linear(12, 5, bias=False))), run_pair, overlap=pieces,
                  plan={"first": "colwise", "second": "rowwise"})
 
 
@@ -67,7 +67,7 @@ def test_gradients_accumulate_and_activations_may_be_recomputed():
         return None, run(model)[1]
 
     for plan in PLANS:
-        expect_equal(2, make, twice, plan=getattr(make(), plan), overlap=2)
+        expect_equals_plain(2, make, twice, plan=getattr(make(), plan), overlap=2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -76,7 +76,7 @@ def test_products_that_selective_recompute_keeps_are_not_the_sums(plan):
         recompute(model, "selective")
         return None, run(model)[1]
 
-    expect_equal(2, make, some_kept, plan=getattr(make(), plan), overlap=2)
+    expect_equals_plain(2, make, some_kept, plan=getattr(make(), plan), overlap=2)
 
 
 @pytest.mark.parametrize("frozen", ["query", "key", "query key value"])
@@ -87,7 +87,7 @@ def test_layers_that_share_an_entrance_may_be_frozen(frozen):
             getattr(model.blocks[0].attention, name).requires_grad_(False)
         return model
 
-    expect_equal(2, some_frozen, run, overlap=2)
+    expect_equals_plain(2, some_frozen, run, overlap=2)
 
 
 def test_layers_of_one_module_may_read_different_tensors_and_one_twice():
@@ -102,8 +102,8 @@ def test_layers_of_one_module_may_read_different_tensors_and_one_twice():
             return self.out(twice * self.key(other) + self.query(other) * self.key(x).tanh())
 
     plan = {"query": "colwise", "key": "colwise", "out": "rowwise"}
-    expect_equal(2, lambda: shaken(Cross()), run_pair, plan=plan)
-    expect_equal(2, lambda: shaken(Cross()), run_pair, plan=plan, overlap=2)
+    expect_equals_plain(2, lambda: shaken(Cross()), run_pair, plan=plan)
+    expect_equals_plain(2, lambda: shaken(Cross()), run_pair, plan=plan, overlap=2)
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -179,7 +179,7 @@ def test_a_backward_that_failed_leaves_nothing_to_the_next():
             return (self.first(x) * self.second(x)).sum(-1)
 
     plan = {"first": "colwise_rep", "second": "colwise_rep"}
-    expect_equal(2, lambda: shaken(Both(nn.Linear(6, 8), nn.Linear(6, 8))), run_twice, plan=plan, overlap=2)
+    expect_equals_plain(2, lambda: shaken(Both(nn.Linear(6, 8), nn.Linear(6, 8))), run_twice, plan=plan, overlap=2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -217,7 +217,7 @@ def test_one_token_without_other_dims_and_no_token_at_all_go_through_layers_in_p
         y = model(torch.ones(shape, dtype=torch.float64))
         return y, y.sum()
 
-    expect_equal(2, lambda: shaken(PAIRS["linear"]()), once, plan={"first": "colwise", "second": "rowwise"}, overlap=overlap)
+    expect_equals_plain(2, lambda: shaken(PAIRS["linear"]()), once, plan={"first": "colwise", "second": "rowwise"}, overlap=overlap)
 
 
 def test_what_cannot_be_cut_in_pieces_is_refused():

@@ -16,7 +16,7 @@ from rankloom.parallel.clip import clip_grad_norm_
 from rankloom.parallel.model_split import ModelSplit, full_state_dict
 from rankloom.parallel.tensor.holding import Holding, holdings, sum_partial_gradients
 from seeded import seeded, shaken
-from split_model import Conv1D, expect_equal, whole_gradients
+from split_model import Conv1D, expect_equals_plain, whole_gradients
 
 WIDTH, HEAD = 8, 2
 PLAN = {"*.qkv": "packed_qkv_colwise", "*.out": "rowwise"}
@@ -64,13 +64,13 @@ def split(world, *numbers, **options) -> nn.Module:
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 1, 2), (6, 2, 6), (6, 1, 3), (8, 2, 4), (4, 1, 4), (8, 4, 2), (6, 3, 3)])
 def test_it_is_the_plain_model(heads, kv_heads, ranks):
     for transposed in (False, True):
-        expect_equal(ranks, partial(make, heads, kv_heads, transposed), run, plan=PLAN, rtol=1e-11 if transposed else 1e-12)
-    expect_equal(ranks, partial(make, heads, kv_heads), run, plan=PLAN, overlap=2)
+        expect_equals_plain(ranks, partial(make, heads, kv_heads, transposed), run, plan=PLAN, rtol=1e-11 if transposed else 1e-12)
+    expect_equals_plain(ranks, partial(make, heads, kv_heads), run, plan=PLAN, overlap=2)
 
 
 def test_in_debug_mode_nothing_is_wrong_with_it(monkeypatch):
     monkeypatch.setenv("RANKLOOM_DEBUG", "1")
-    expect_equal(4, partial(make, 8, 2), run, plan=PLAN)
+    expect_equals_plain(4, partial(make, 8, 2), run, plan=PLAN)
 
 
 def test_a_rank_holds_its_queries_and_the_key_value_head_that_they_read():

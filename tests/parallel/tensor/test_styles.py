@@ -15,7 +15,7 @@ import rankloom as rl
 from rankloom.base.errors import ConfigError, ModelMismatch
 from rankloom.parallel.tensor import styles
 from rankloom.parallel.tensor.holding import holdings
-from split_model import Conv1D, expect_equal
+from split_model import Conv1D, expect_equals_plain
 
 RANKS = [1, 2, 3, 4]
 
@@ -194,7 +194,7 @@ PAIRS = {
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_column_then_a_row(pair, ranks):
-    expect_equal(ranks, lambda: shaken(PAIRS[pair]()), run, plan={"first": "colwise", "second": "rowwise"})
+    expect_equals_plain(ranks, lambda: shaken(PAIRS[pair]()), run, plan={"first": "colwise", "second": "rowwise"})
 
 
 @pytest.mark.parametrize("kind", PAIRS)
@@ -213,19 +213,19 @@ def test_the_parts_of_a_layer_say_how_many_features_they_have(kind):
 @pytest.mark.parametrize("pair", PAIRS)
 def test_layers_whose_ends_are_whole(pair, words):
     for ranks in RANKS:
-        expect_equal(ranks, lambda: shaken(PAIRS[pair]()), run, plan=dict(zip(("first", "second"), words)))
+        expect_equals_plain(ranks, lambda: shaken(PAIRS[pair]()), run, plan=dict(zip(("first", "second"), words)))
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_gate_and_up_in_one_matrix(ranks, bias):
-    expect_equal(ranks, lambda: shaken(Gated(bias)), run, plan={"gate_up": "packed_colwise", "down": "rowwise"})
+    expect_equals_plain(ranks, lambda: shaken(Gated(bias)), run, plan={"gate_up": "packed_colwise", "down": "rowwise"})
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 12), (24, 12)])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_queries_keys_and_values_in_one_matrix(ranks, heads, kv_heads):
-    expect_equal(ranks, lambda: shaken(Fused(heads, kv_heads)), run, plan={"qkv": "packed_qkv_colwise", "out": "rowwise"})
+    expect_equals_plain(ranks, lambda: shaken(Fused(heads, kv_heads)), run, plan={"qkv": "packed_qkv_colwise", "out": "rowwise"})
 
 
 def small(attribute: str, fused: bool, ffn: int, wide: str = "up") -> nn.Module:
@@ -242,7 +242,7 @@ def small(attribute: str, fused: bool, ffn: int, wide: str = "up") -> nn.Module:
 def test_an_mlp_beside_queries_keys_and_values_is_no_attention(attribute, fused, ffn, ranks):
     columns = {"qkv": "packed_qkv_colwise"} if fused else dict.fromkeys("qkv", "colwise")
     rest = {"up": "colwise", "gate": "colwise", "o": "rowwise", "down": "rowwise"}
-    expect_equal(ranks, partial(small, attribute, fused, ffn), run, plan=columns | rest)
+    expect_equals_plain(ranks, partial(small, attribute, fused, ffn), run, plan=columns | rest)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -251,14 +251,14 @@ def test_an_mlp_beside_queries_keys_and_values_is_no_attention(attribute, fused,
 def test_an_mlp_beside_attention_is_known_by_many_names_and_beside_fused_matrices_by_any(wide, fused, attribute, ranks):
     columns = {"qkv": "packed_qkv_colwise"} if fused else dict.fromkeys("qkv", "colwise")
     rest = {wide: "colwise", "gate": "colwise", "o": "rowwise", "down": "rowwise"}
-    expect_equal(ranks, partial(small, attribute, fused, 20, wide), run, plan=columns | rest)
+    expect_equals_plain(ranks, partial(small, attribute, fused, 20, wide), run, plan=columns | rest)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("attribute", ["num_heads", "head_dim"])
 @pytest.mark.parametrize(("fused", "ffn"), [(False, 48), (False, 20), (True, 48), (True, 20)])
 def test_an_mlp_may_be_cut_beside_attention_that_is_left_whole(attribute, fused, ffn, ranks):
-    expect_equal(ranks, partial(small, attribute, fused, ffn), run, plan={"up": "colwise", "gate": "colwise", "down": "rowwise"})
+    expect_equals_plain(ranks, partial(small, attribute, fused, ffn), run, plan={"up": "colwise", "gate": "colwise", "down": "rowwise"})
 
 
 GROUPED = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}
@@ -273,7 +273,7 @@ def test_attention_knows_its_heads_by_many_names(names, ranks):
         vars(model).update({"head_dim": 6} if "layer" in names[0] else {})   # these are known by their values
         return shaken(model)
 
-    expect_equal(ranks, make, run, plan=GROUPED)
+    expect_equals_plain(ranks, make, run, plan=GROUPED)
 
 
 @pytest.mark.parametrize("names", [("groups", "others"), ("Q", "K")])
@@ -287,12 +287,12 @@ EXPERTS = {"experts": "moe_tp_experts", "experts.gate_up": "packed_colwise", "ex
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_matrices_of_experts_are_cut_each_and_their_router_learns_from_all(ranks):
-    expect_equal(ranks, lambda: shaken(Mixture()), run, plan=EXPERTS)
-    expect_equal(ranks, lambda: shaken(Mixture(identity=True)), run, plan=EXPERTS | {"experts.identity": "moe_identity_expert"})
+    expect_equals_plain(ranks, lambda: shaken(Mixture()), run, plan=EXPERTS)
+    expect_equals_plain(ranks, lambda: shaken(Mixture(identity=True)), run, plan=EXPERTS | {"experts.identity": "moe_identity_expert"})
 
 
 def test_experts_that_a_plan_calls_all_reduce_are_those_of_moe_tp_experts():
-    expect_equal(2, lambda: shaken(Mixture()), run, plan=EXPERTS | {"experts": "all_reduce"})
+    expect_equals_plain(2, lambda: shaken(Mixture()), run, plan=EXPERTS | {"experts": "all_reduce"})
 
 
 class Sinking(nn.Module):
@@ -318,7 +318,7 @@ SINKS = dict.fromkeys(("1.q", "1.k", "1.v", "1.sinks"), "colwise") | {"1": "loca
 @pytest.mark.parametrize("ranks", RANKS[:1] + [2, 4])
 def test_parameters_of_a_module_with_a_number_for_each_head_are_cut_with_the_heads(ranks, debug, monkeypatch):
     monkeypatch.setenv("RANKLOOM_DEBUG", debug)
-    expect_equal(ranks, lambda: shaken(nn.Sequential(nn.Identity(), Sinking())), run, plan=SINKS)
+    expect_equals_plain(ranks, lambda: shaken(nn.Sequential(nn.Identity(), Sinking())), run, plan=SINKS)
 
 
 @pytest.mark.parametrize(("plan", "said"), [
@@ -357,7 +357,7 @@ def test_two_matrices_side_by_side_are_cut_by_rows_each():
 def test_a_norm_that_ranks_use_for_different_heads_gets_the_sum(ranks, finish):
     plan = {"up": "colwise", "norm": "replicated_with_grad_allreduce", "down": "rowwise"}
     if finish:
-        expect_equal(ranks, lambda: shaken(NormedHeads()), run, plan=plan)
+        expect_equals_plain(ranks, lambda: shaken(NormedHeads()), run, plan=plan)
         return
     for held in rl.simulate(ranks, lambda world: holdings(rl.tensor_parallel(shaken(NormedHeads()), plan, world, finish_gradients=False))):
         assert [name for name, holding in held.items() if holding.grad_partial] == ["norm.weight"]
@@ -367,7 +367,7 @@ def test_a_norm_that_ranks_use_for_different_heads_gets_the_sum(ranks, finish):
 def test_gradients_of_what_is_inside_a_module_that_the_plan_names_are_summed_too(word):
     if word == "sequence_parallel_rep":
         make = lambda: shaken(Tower(8, nn.Sequential(nn.LayerNorm(12), nn.LayerNorm(12))))
-        expect_equal(3, make, run_tokens, plan={"embed": "embedding_rowwise", "rest.0": word})
+        expect_equals_plain(3, make, run_tokens, plan={"embed": "embedding_rowwise", "rest.0": word})
         return
 
     def make_heads():
@@ -375,7 +375,7 @@ def test_gradients_of_what_is_inside_a_module_that_the_plan_names_are_summed_too
         model.norm = nn.Sequential(model.norm, nn.PReLU())
         return shaken(model)
 
-    expect_equal(3, make_heads, run, plan={"up": "colwise", "norm": word, "down": "rowwise"})
+    expect_equals_plain(3, make_heads, run, plan={"up": "colwise", "norm": word, "down": "rowwise"})
 
 
 def test_two_parameters_that_autograd_gives_one_gradient_are_summed_once_each():
@@ -389,14 +389,14 @@ def test_two_parameters_that_autograd_gives_one_gradient_are_summed_once_each():
 
     make = lambda: shaken(Tower(8, Scales(), nn.LayerNorm(12)))
     plan = {"embed": "embedding_rowwise", "rest.0": "replicated_with_grad_allreduce", "rest.1": "sequence_parallel_rep"}
-    expect_equal(3, make, run_tokens, plan=plan)
+    expect_equals_plain(3, make, run_tokens, plan=plan)
 
 
 @pytest.mark.parametrize("word", ["embedding_rowwise", "embedding_colwise"])
 @pytest.mark.parametrize("padding", [None, 0, 3, 6])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_an_embedding_by_either_dim_with_or_without_a_padding_token(ranks, padding, word):
-    expect_equal(ranks, lambda: shaken(Tower(7, padding_idx=padding)), run_tokens, plan={"embed": word})
+    expect_equals_plain(ranks, lambda: shaken(Tower(7, padding_idx=padding)), run_tokens, plan={"embed": word})
 
 
 @pytest.mark.parametrize("word", ["embedding_rowwise", "embedding_colwise"])
@@ -406,7 +406,7 @@ def test_an_embedding_with_a_forward_of_its_own_keeps_it(word):
         model.embed = Scaled(7, 12, padding_idx=1)
         return shaken(model)
 
-    expect_equal(3, make, run_tokens, plan={"embed": word})
+    expect_equals_plain(3, make, run_tokens, plan={"embed": word})
 
 
 @pytest.mark.parametrize("word", ["embedding_rowwise", "embedding_colwise"])
@@ -415,7 +415,7 @@ def test_an_embedding_may_be_called_by_name(word):
         def forward(self, tokens):
             return self.rest(self.embed(input=tokens))
 
-    expect_equal(3, lambda: shaken(ByName(7)), run_tokens, plan={"embed": word})
+    expect_equals_plain(3, lambda: shaken(ByName(7)), run_tokens, plan={"embed": word})
 
 
 def test_what_is_cut_by_tokens_may_be_passed_by_name_behind_another_tensor():
@@ -440,7 +440,7 @@ def test_what_is_cut_by_tokens_may_be_passed_by_name_behind_another_tensor():
 
     plan = {"blocks.0": "sequence_split", "blocks.*.norm": "sequence_parallel", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
             "norm": "sequence_parallel_rep"}
-    expect_equal(2, lambda: shaken(ByName()), run_tokens, plan=plan)
+    expect_equals_plain(2, lambda: shaken(ByName()), run_tokens, plan=plan)
 
 
 CUT = "embed is a Embedding; only an nn.Embedding can be cut, without max_norm, sparse or scale_grad"
@@ -457,10 +457,10 @@ def test_an_embedding_that_does_more_than_look_up_rows_is_refused(option, said):
 def test_the_stream_may_be_cut_by_tokens_in_the_middle_and_biases_still_count_once(ranks):
     make = lambda: shaken(Tower(8, nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12), nn.LayerNorm(12)))
     plan = {"rest.0": "sequence_parallel", "rest.1": "colwise", "rest.2": "rowwise", "rest.3": "sequence_parallel_rep"}
-    expect_equal(ranks, make, run_tokens, plan=plan | {"embed": "embedding_rowwise"})
-    expect_equal(ranks, make, run_tokens, plan=plan | {"rest": "sequence_split"})
+    expect_equals_plain(ranks, make, run_tokens, plan=plan | {"embed": "embedding_rowwise"})
+    expect_equals_plain(ranks, make, run_tokens, plan=plan | {"rest": "sequence_split"})
     for word in ("embedding_colwise", "embedding_rowwise"):
-        expect_equal(ranks, make, run_tokens, plan=plan | {"embed": word, "rest": "sequence_split"})
+        expect_equals_plain(ranks, make, run_tokens, plan=plan | {"embed": word, "rest": "sequence_split"})
 
 
 @pytest.mark.parametrize(("plan", "said"), [
@@ -485,7 +485,7 @@ def test_frozen_layers_stay_frozen():
         model.first.requires_grad_(False)
         return model
 
-    expect_equal(2, make, run, plan={"first": "colwise", "second": "rowwise"})
+    expect_equals_plain(2, make, run, plan={"first": "colwise", "second": "rowwise"})
     split = lambda world: rl.tensor_parallel(make(), {"first": "colwise"}, world)
     assert rl.simulate(2, lambda world: [p.requires_grad for p in split(world).parameters()]) == [[False, False, True, True]] * 2
 
@@ -576,7 +576,7 @@ def test_a_table_of_positions_is_not_looked_up_for_a_rank_s_own_tokens_counted_f
             "rest.3": "sequence_parallel_rep"}
     with pytest.raises(ConfigError, match="positions may be one of positions: .* say sequence_split for the first block"):
         rl.simulate(2, lambda world: rl.tensor_parallel(shaken(Learned()), plan, world))
-    expect_equal(2, lambda: shaken(Learned()), run_tokens, plan=plan | {"rest": "sequence_split"})
+    expect_equals_plain(2, lambda: shaken(Learned()), run_tokens, plan=plan | {"rest": "sequence_split"})
 
 
 def test_the_model_itself_is_named_in_errors():
@@ -706,7 +706,7 @@ def make_shared() -> nn.Module:
 @pytest.mark.parametrize("words", [{"embed": "embedding_rowwise"}, {"embed": "embedding_colwise", "tokens": "embedding_colwise"}])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_module_under_two_names_is_cut_once(ranks, words):
-    expect_equal(ranks, make_shared, run_tokens, plan=words | {"rest.*.first": "colwise", "rest.*.second": "rowwise"})
+    expect_equals_plain(ranks, make_shared, run_tokens, plan=words | {"rest.*.first": "colwise", "rest.*.second": "rowwise"})
 
 
 def test_a_module_that_is_to_be_cut_in_two_ways_under_two_names_is_refused():

@@ -12,7 +12,7 @@ import rankloom as rl
 from closeness import error
 from rankloom.parallel.tensor.apply import PLANS
 from seeded import shaken
-from split_model import expect_equal
+from split_model import expect_equals_plain
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,13 +51,13 @@ def run(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("kv_heads", "tie"), [(8, False), (4, True), (2, False), (1, True)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_llama_is_split_by_its_own_plan(ranks, kv_heads, tie):
-    expect_equal(ranks, lambda: copy.deepcopy(llama(kv_heads, tie)), run)
+    expect_equals_plain(ranks, lambda: copy.deepcopy(llama(kv_heads, tie)), run)
 
 
 def test_a_plan_may_name_layers_as_they_are_in_the_base_model():
     plan = llama().config.base_model_tp_plan
     assert all(pattern.startswith("layers.") for pattern in plan)
-    expect_equal(2, lambda: copy.deepcopy(llama()), run, plan=plan)
+    expect_equals_plain(2, lambda: copy.deepcopy(llama()), run, plan=plan)
     with pytest.raises(rl.ConfigError, match="pattern 'layer.*.mlp.up_proj' matches no module of LlamaForCausalLM. Did you"):
         rl.simulate(2, lambda world: rl.tensor_parallel(copy.deepcopy(llama()), plan | {"layer.*.mlp.up_proj": "colwise"}, world))
 
@@ -65,13 +65,13 @@ def test_a_plan_may_name_layers_as_they_are_in_the_base_model():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_llama_is_split_by_tokens_too(ranks):
     make = lambda: copy.deepcopy(llama(2, bias=True))
-    expect_equal(ranks, make, run, plan=make().tp_plan | SEQUENCE)
+    expect_equals_plain(ranks, make, run, plan=make().tp_plan | SEQUENCE)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_gpt_2_with_its_fused_and_transposed_matrices_is_split(ranks):
-    expect_equal(ranks, lambda: copy.deepcopy(gpt2()), run)
-    expect_equal(ranks, lambda: copy.deepcopy(gpt2()), run, plan=PLANS["GPT2LMHeadModel"] | GPT2_SEQUENCE)
+    expect_equals_plain(ranks, lambda: copy.deepcopy(gpt2()), run)
+    expect_equals_plain(ranks, lambda: copy.deepcopy(gpt2()), run, plan=PLANS["GPT2LMHeadModel"] | GPT2_SEQUENCE)
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -81,22 +81,22 @@ def test_in_debug_mode_nothing_is_wrong_with_them(ranks, overlap, monkeypatch):
     models = [(lambda: llama(2), {}, SEQUENCE), (gpt2, PLANS["GPT2LMHeadModel"], GPT2_SEQUENCE)]
     make, plan, sequence = models[overlap % 2]
     for more in ({}, sequence):
-        expect_equal(ranks, lambda: copy.deepcopy(make()), run, plan=(plan or make().tp_plan) | more, overlap=overlap)
+        expect_equals_plain(ranks, lambda: copy.deepcopy(make()), run, plan=(plan or make().tp_plan) | more, overlap=overlap)
 
 
 def test_biases_and_a_vocabulary_that_does_not_divide():
-    expect_equal(4, lambda: copy.deepcopy(llama(2, vocab=39, bias=True)), run)
-    expect_equal(4, lambda: copy.deepcopy(gpt2(vocab=39)), run)
+    expect_equals_plain(4, lambda: copy.deepcopy(llama(2, vocab=39, bias=True)), run)
+    expect_equals_plain(4, lambda: copy.deepcopy(gpt2(vocab=39)), run)
 
 
 def test_a_llama_as_it_comes_is_equal_up_to_the_rounding_of_its_norms():
-    expect_equal(2, lambda: copy.deepcopy(llama(exact=False)), run, rtol=1e-6)   # fp32 has 6e-8
+    expect_equals_plain(2, lambda: copy.deepcopy(llama(exact=False)), run, rtol=1e-6)   # fp32 has 6e-8
 
 
 def test_a_tied_head_alone_in_the_plan_takes_the_embedding_along():
     make = lambda: copy.deepcopy(llama(tie=True))
     plan = {name: word for name, word in make().tp_plan.items() if name != "model.embed_tokens"}
-    expect_equal(2, make, run, plan=plan)
+    expect_equals_plain(2, make, run, plan=plan)
 
 
 def test_a_split_llama_writes_the_same_text():
@@ -143,7 +143,7 @@ def test_other_families_are_split_by_the_plans_that_they_bring(family):
     model = shaken(getattr(transformers, f"{family}ForCausalLM")(config).double().eval())
     model.set_experts_implementation("eager")   # torch multiplies groups in 32 bits at most
     for ranks in (2, 4):
-        expect_equal(ranks, lambda: copy.deepcopy(model), run, rtol=1e-6)   # their norms round to fp32, which has 6e-8
+        expect_equals_plain(ranks, lambda: copy.deepcopy(model), run, rtol=1e-6)   # their norms round to fp32, which has 6e-8
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -155,7 +155,7 @@ def test_a_head_whose_query_and_gate_lie_in_a_row_is_never_cut(kv_heads):
         attn_implementation="eager")).double().eval())
     model = make(4)
     for ranks in (2, 4):
-        expect_equal(ranks, lambda: copy.deepcopy(model), run, rtol=1e-6)   # their norms round to fp32, which has 6e-8
+        expect_equals_plain(ranks, lambda: copy.deepcopy(model), run, rtol=1e-6)   # their norms round to fp32, which has 6e-8
     odd = make(kv_heads * 3)
     with pytest.raises(rl.ConfigError, match=rf"{kv_heads * 3} query heads do not divide by 8 ranks, and a head is never cut"):
         rl.simulate(8, lambda world: rl.tensor_parallel(copy.deepcopy(odd), None, world))
