@@ -259,7 +259,8 @@ def main() -> None:
         make_open_mpi()
     warning, where = busy_cores(), machine()
     print(warning, file=sys.stderr)
-    begin, rows, tables, pictures = time.perf_counter(), [], [], []
+    begin = time.perf_counter()
+    rows, tables, pictures = [], [], []
     for ranks in args.ranks:
         found = run(ranks, args)
         rows += all_rows(ranks, found)

@@ -14,11 +14,10 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,13 +51,22 @@ from rankloom.models.loss import language_model_loss
 BACKENDS = ("gloo", "rankloom")
 KINDS = ("torch DDP", "torch FSDP2", "own loop", "engine")
 ROW = 128   # tokens
-Variant = tuple[str, str]   # kind, backend; "" for no communication
-VARIANTS: tuple[Variant, ...] = (("own loop", ""), ("engine", ""), *((kind, backend) for kind in KINDS for backend in BACKENDS))
 
 
-def name(variant: Variant) -> str:
-    """How a variant is called in tables."""
-    return f"{variant[0]}, {variant[1] or 'no communication'}"
+class Variant(NamedTuple):
+    """One way to train."""
+
+    kind: str
+    backend: str = ""   # "" for no communication
+
+    @property
+    def name(self) -> str:
+        """How it is called in tables."""
+        return f"{self.kind}, {self.backend or 'no communication'}"
+
+
+VARIANTS = (Variant("own loop"), Variant("engine"), *(Variant(kind, backend) for kind in KINDS for backend in BACKENDS))
+DDP = Variant("torch DDP", "gloo")
 
 
 class Bench:
@@ -111,8 +119,8 @@ def worker(args: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     pin_to_core(int(os.environ["RANK"]))
     bench = Bench(args)
-    losses: dict[str, list[float]] = {name(variant): [] for variant in VARIANTS}
-    steps = {name(variant): remember(bench.step(variant), losses[name(variant)]) for variant in VARIANTS}
+    losses: dict[str, list[float]] = {variant.name: [] for variant in VARIANTS}
+    steps = {variant.name: remember(bench.step(variant), losses[variant.name]) for variant in VARIANTS}
     times = take_turns(steps, args.repeat, bench.worlds["gloo"].barrier)
     if bench.rank == 0:
         Path(args.out).write_text(json.dumps({"times": times, "losses": losses}))
@@ -128,37 +136,42 @@ def apart(a: list[float], b: list[float]) -> str:
     return f"{largest:.1e}" if largest else "0, the same bits"
 
 
-def judge(text: str, met: bool) -> str:
-    """A figure and whether it meets its bar."""
+def verdict(text: str, met: bool) -> str:
+    """A figure, and whether it meets its bar."""
     return f"{text}, {'met' if met else 'MISSED'}"
 
 
-def bar(variant: Variant, walls: dict[str, list[float]], args: argparse.Namespace) -> str:
-    """What issue 3 asks of this variant, and whether it is so."""
-    (kind, backend), mine = variant, walls[name(variant)]
-    if backend != "rankloom":
+def verdicts(variant: Variant, walls: dict[str, list[float]], args: argparse.Namespace) -> str:
+    """The bars that a variant on rankloom has to meet, and whether it does."""
+    if variant.backend != "rankloom":
         return "-"
-    if kind.startswith("torch"):
-        ratio = median_ratio(mine, walls[name((kind, "gloo"))])
-        return judge(f"{ratio} of its step on gloo (< 1)", ratio < 1)
-    speed = median_ratio(walls[name((kind, ""))], mine)
-    said = judge(f"{speed:.0%} of the speed of no communication (>= 90 %)", speed >= 0.9)
+    mine = walls[variant.name]
+    if variant.kind.startswith("torch"):
+        ratio = median_ratio(mine, walls[Variant(variant.kind, "gloo").name])
+        return verdict(f"{ratio} of its step on gloo (< 1)", ratio < 1)
+    speed = median_ratio(walls[Variant(variant.kind).name], mine)
+    said = verdict(f"{speed:.0%} of the speed of no communication (>= 90 %)", speed >= 0.9)
     if args.precision == "bf16" and args.tokens == ROW:
-        faster = median_ratio(walls[name(("torch DDP", "gloo"))], mine)
-        said += "; " + judge(f"{faster}x DDP on gloo (>= 1.8)", faster >= 1.8)
+        faster = median_ratio(walls[DDP.name], mine)
+        said += "; " + verdict(f"{faster}x DDP on gloo (>= 1.8)", faster >= 1.8)
     return said
 
 
 def table(found: dict, args: argparse.Namespace) -> list[dict]:
     """One row per variant."""
-    walls = {key: value["wall"] for key, value in found["times"].items()}
-    ddp = walls[name(("torch DDP", "gloo"))]
-    return [{"precision": args.precision, "tokens per rank": args.tokens, "ranks": args.ranks, "variant": name(variant),
-             "median ms": median_ms(walls[name(variant)]), "min ms": round(min(walls[name(variant)]) * 1e3, 1),
-             "CPU ms of rank 0": round(statistics.median(found["times"][name(variant)]["cpu"]) * 1e3, 1),
-             "over DDP on gloo": median_ratio(walls[name(variant)], ddp),
-             "loss apart from gloo's": apart(found["losses"][name(variant)], found["losses"][name((variant[0], "gloo"))])
-             if variant[1] == "rankloom" else "-", "bar": bar(variant, walls, args)} for variant in VARIANTS]
+    walls = {name: times["wall"] for name, times in found["times"].items()}
+    rows = []
+    for variant in VARIANTS:
+        wall, losses = walls[variant.name], found["losses"][variant.name]
+        on_gloo = found["losses"][Variant(variant.kind, "gloo").name]
+        rows.append({
+            "precision": args.precision, "tokens per rank": args.tokens, "ranks": args.ranks, "variant": variant.name,
+            "median ms": median_ms(wall), "min ms": round(min(wall) * 1e3, 1),
+            "CPU ms of rank 0": median_ms(found["times"][variant.name]["cpu"]),
+            "over DDP on gloo": median_ratio(wall, walls[DDP.name]),
+            "loss apart from gloo's": apart(losses, on_gloo) if variant.backend == "rankloom" else "-",
+            "bar": verdicts(variant, walls, args)})
+    return rows
 
 
 def main() -> None:
@@ -170,7 +183,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=count, default=8)
     parser.add_argument("--name", default="backend_step", help="of the files in benchmarks/results/")
     args = parser.read()
-    warning, where, rows = busy_cores(), machine(), []
+    warning, where = busy_cores(), machine()
+    rows = []
     print(warning)
     cases = [*itertools.product(args.precision, args.tokens)]
     for args.precision, args.tokens in cases:

@@ -111,7 +111,8 @@ def main() -> None:
         found = run_ranks(__file__, args.ranks, args, folder=folder)
     finally:
         shutil.rmtree(folder)
-    gigabytes, rows = found["bytes"] / 1e9, []
+    gigabytes = found["bytes"] / 1e9
+    rows = []
     for what, times in found["times"].items():
         for name, each in times.items():
             rows.append({"model": args.model, "ranks": args.ranks, "GB": round(gigabytes, 2), "what": what, "library": name,

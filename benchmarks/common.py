@@ -173,6 +173,11 @@ def show(rows: list[dict]) -> str:
     return "\n".join(lines + ["| " + " | ".join(str(row[key]) for key in head) + " |" for row in rows])
 
 
+def judge(text: str, met: bool) -> str:
+    """A figure, and whether it meets its bar."""
+    return f"- {text}: {'met' if met else 'MISSED'}"
+
+
 def machine() -> str:
     """What and when: a figure without these means nothing."""
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""

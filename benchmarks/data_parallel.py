@@ -129,7 +129,8 @@ def main() -> None:
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     parser.add_argument("--name", default="data_parallel", help="of the files in benchmarks/results/")
     args = parser.read()
-    where, rows = machine(), []
+    where = machine()
+    rows = []
     for size in args.models.split(","):
         for ranks in args.ranks:
             rows += measure(ranks, size, args)

@@ -52,7 +52,8 @@ def main() -> None:
     parser.add_argument("--rows", type=count, default=8, help="of 128 tokens, in the global batch")
     parser.add_argument("--repeat", type=count, default=8)
     args = parser.read()
-    where, rows = machine(), []
+    where = machine()
+    rows = []
     for ranks in args.ranks:
         times = run_ranks(__file__, ranks, args)
         rows += [{"model": args.model, "ranks": ranks, "variant": name, "median ms": median_ms(t["wall"]),

@@ -105,7 +105,8 @@ def main() -> None:
     parser = Words(__doc__, worker, gpu=True)
     parser.add_argument("--steps", type=count, default=20)
     args = parser.read()
-    where, found = machine(), {}
+    where = machine()
+    found = {}
     print(where, flush=True)
     for name, run in RUNS.items():
         result = try_ranks(__file__, run.mesh.size, args, only=name)

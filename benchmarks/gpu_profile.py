@@ -106,7 +106,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=count, default=10)
     parser.add_argument("--variants", nargs="+", choices=WATCHED, default=["FSDP2 compiled", "ours, stage 3"])
     args = parser.read()
-    where, table = machine(), []
+    where = machine()
+    table = []
     print(where, flush=True)
     for variant in args.variants:
         found = run_alone(__file__, args, only=variant)

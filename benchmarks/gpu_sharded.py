@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Words, count, keep, machine, names_of, next_token, run_alone, show, synchronize, try_ranks
+from common import Words, count, judge, keep, machine, names_of, next_token, run_alone, show, synchronize, try_ranks
 from torch import Tensor, nn
 
 import rankloom as rl
@@ -146,7 +146,7 @@ def tokens_of(config: GPTConfig, rows: int, world: rl.World) -> tuple:
     return next_token(text)
 
 
-class Device:
+class DeviceMemory:
     """What the device says is in use, looked up all the time; nothing on a CPU."""
 
     def __init__(self, device: torch.device):
@@ -154,7 +154,7 @@ class Device:
         self.before = self.most = self._in_use()
         self._watcher = threading.Thread(target=self._look, daemon=True)
 
-    def __enter__(self) -> "Device":
+    def __enter__(self) -> "DeviceMemory":
         self._watcher.start()
         return self
 
@@ -184,7 +184,7 @@ def worker(args: argparse.Namespace) -> None:
         torch.cuda.set_per_process_memory_fraction(BUDGET / torch.cuda.get_device_properties(device).total_memory)
     torch.zeros(1, device=device)   # the context is there before anything is counted
     world.barrier()
-    with Device(device) as watched:
+    with DeviceMemory(device) as watched:
         step = step_of(variant, config, world, compiled=not args.eager)
         steps = 2 + args.repeat // 3 if variant.offload else WARM_UP + args.repeat
         seconds, losses = run(step, tokens_of(config, rows, world), device, steps)
@@ -229,13 +229,8 @@ def row(name: str, found: dict, args: argparse.Namespace) -> dict:
             "last loss": round(found["losses"][-1], 4)}
 
 
-def judge(text: str, met: bool) -> str:
-    """A figure and whether it meets its bar."""
-    return f"- {text}: {'met' if met else 'MISSED'}"
-
-
 def verdicts(found: dict[str, dict]) -> list[str]:
-    """The bars of issue 4 for which both sides ran."""
+    """The bars for which both sides ran."""
     said = []
     peers = [found[name] for name in PEERS if name in found]
     if peers and "ours, stage 3" in found:
@@ -259,7 +254,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=count, default=10)
     parser.add_argument("--name", default="gpu_sharded", help="of the files in benchmarks/results/")
     args = parser.read()
-    where, found, table = machine(), {}, []
+    where = machine()
+    found, table = {}, []
     print(where, flush=True)
     for name in (name for name, variant in VARIANTS.items() if variant.part in args.parts):
         result = measure(name, args)

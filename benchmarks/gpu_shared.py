@@ -93,7 +93,8 @@ def seconds_of(call: Call, world: rl.World, times: int) -> float:
 
 def worker(args: argparse.Namespace) -> None:
     """One number of ranks: every size, every variant, in turns."""
-    world, rows = rl.init(device=the_device().type, backend="rankloom"), []
+    world = rl.init(device=the_device().type, backend="rankloom")
+    rows = []
     pg = connect(dist.PrefixStore("gloo", world._store), world.rank, world.size, world.device, timeout=300.0, loopback=True, own_gpu=False)
     gloo = Group(pg, world.rank, range(world.size), name="gloo", device=world.device)
     for nbytes in SMALL_SIZES if args.small else SIZES:

@@ -37,7 +37,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=counts, default="1,2,4")
     parser.add_argument("--steps", type=count, default=60)
     args = parser.read()
-    where, rows = machine(), []
+    where = machine()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for deterministic in (False, True):
             alone = losses(1, args.steps, deterministic, Path(folder))

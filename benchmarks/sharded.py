@@ -11,7 +11,7 @@ core a rank. Every round gives each variant a turn of three steps, of which two 
 a round.
 
 The peers get two settings each and the better one counts: FSDP2 with blocks freed after forward and kept (in bf16 by its mixed
-precision; under autocast over fp32 weights, which issue 4 was measured with, it stands apart), DeepSpeed with fused AdamW and with its own
+precision; under autocast over fp32 weights, which its bars were set with, it stands apart), DeepSpeed with fused AdamW and with its own
 CPU Adam. Of DeepSpeed's buckets, overlap and prefetching those are taken that need the least CPU time on such a machine. Its
 environment is made on first use in build/deepspeed, on the torch that is installed here.
 
@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common import Words, busy_cores, count, counts, keep, machine, median_ms, median_ratio, names_of, show
+from common import Words, busy_cores, count, counts, judge, keep, machine, median_ms, median_ratio, names_of, show
 from pool import Pool
 
 HERE = Path(__file__).parent
@@ -169,7 +169,7 @@ def times_faster(walls: Walls, variant: Variant, peers: list[Variant]) -> float 
 
 
 def verdict(walls: Walls, variant: Variant, precision: str) -> str:
-    """What issue 4 asks of a variant, and whether it is so."""
+    """The bars that a variant of ours has to meet, and whether it does."""
     if variant.stage != 3 or variant.kind not in ("engine", "own loop"):
         return "-"
     bar = FASTER[precision] if variant.backend == "rankloom" else 1.2
@@ -219,7 +219,8 @@ def proportional(pids: Iterable[int]) -> int:
 
 def highest(pids: list[int], work: Callable[[], object]) -> tuple[int, int]:
     """The largest sum that was seen while `work` went on, and how often was looked."""
-    seen, done = [proportional(pids)], threading.Event()
+    seen = [proportional(pids)]
+    done = threading.Event()
 
     def look() -> None:
         while not done.is_set():
@@ -257,19 +258,15 @@ def judge_memory(rows: list[dict]) -> list[str]:
     for precision, name in dict.fromkeys((precision, name) for precision, name, _ in held if name.startswith("rl.prepare stage 3")):
         mine = {ranks: mib for (p, n, ranks), mib in held.items() if (p, n) == (precision, name)}
         for ranks, mib in mine.items():
-            theirs = min((held[precision, v.name, ranks] for v in FSDP2["gloo"] if (precision, v.name, ranks) in held), default=0)
-            if theirs:
-                said.append(judge(f"{precision}, {ranks} ranks, {name}: {mib} MiB on the host, less than FSDP2's {theirs}", mib < theirs))
+            peers = [(precision, variant.name, ranks) for variant in FSDP2["gloo"]]
+            if theirs := [held[peer] for peer in peers if peer in held]:
+                least = min(theirs)
+                said.append(judge(f"{precision}, {ranks} ranks, {name}: {mib} MiB on the host, less than FSDP2's {least}", mib < least))
         each = [mine[ranks] / ranks for ranks in sorted(mine)]
         if len(each) > 1:
             said.append(judge(f"{precision}, {name}: per rank {', '.join(f'{mib:.0f}' for mib in each)} MiB: falling with ranks",
                               all(a > b for a, b in itertools.pairwise(each))))
     return said
-
-
-def judge(text: str, met: bool) -> str:
-    """What was asked, and whether it is so."""
-    return f"- {text}: {'met' if met else 'MISSED'}"
 
 
 def main() -> None:
@@ -290,7 +287,8 @@ def main() -> None:
     if nothing := [part for part in args.variants if not any(part in variant.name for variant in (*ALL, *IN_MEMORY))]:
         parser.error(f"argument --variants: {nothing[0]!r} is in no name; they are {', '.join(variant.name for variant in ALL)}")
     wanted = lambda variant: any(part in variant.name for part in args.variants)
-    warning, where, rows, tables = busy_cores(), machine(), [], []
+    warning, where = busy_cores(), machine()
+    rows, tables = [], []
     print(warning, file=sys.stderr)
     for precision in args.precision if args.speed else ():
         variants = [variant for variant in ALL if wanted(variant) and (variant != AUTOCAST or precision == "bf16")]

@@ -103,7 +103,8 @@ def launch(script: str, ranks_per_host: int, args: argparse.Namespace, /, **chan
     """Run the worker of a script on both hosts, as `common.run_ranks` does; what rank 0 found. All are ended when one fails."""
     size = 2 * ranks_per_host
     with tempfile.TemporaryDirectory() as folder:
-        out, started = Path(folder) / "out.json", []
+        out = Path(folder) / "out.json"
+        started = []
         for rank in range(size):
             place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % ranks_per_host, "LOCAL_WORLD_SIZE": ranks_per_host,
                      "GROUP_RANK": rank // ranks_per_host, "MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1}
@@ -216,7 +217,8 @@ def main() -> None:
     parser.add_argument("--keep", default="slow_link", help="name of the files in benchmarks/results")
     args = parser.read()
     end_unless_permitted()
-    where, rows = machine(), []
+    where = machine()
+    rows = []
     with two_hosts():
         for rate in args.rates.split(","):
             limit(rate)

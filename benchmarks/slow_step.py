@@ -50,7 +50,8 @@ def main() -> None:
     parser.add_argument("--ranks-per-host", type=count, help="left out: 1, then 2")
     args = parser.read()
     end_unless_permitted()
-    where, rows = machine(), []
+    where = machine()
+    rows = []
     with two_hosts():
         limit(args.rate)
         for ranks in [args.ranks_per_host] if args.ranks_per_host else LAYOUTS:

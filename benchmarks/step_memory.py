@@ -99,7 +99,8 @@ def main() -> None:
     args = parser.read()
     where = machine()
     found: dict[str, list[tuple[float, int]]] = {}
-    table, peer = [], 0.0
+    peer = 0.0
+    table = []
     for name in NAMES:
         result = run_alone(__file__, args, only=name)
         if "error" in result:

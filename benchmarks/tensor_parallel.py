@@ -131,7 +131,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=count, default=8)
     parser.add_argument("--name", default="tensor_parallel", help="of the files in benchmarks/results/")
     args = parser.read()
-    where, rows = machine(), []
+    where = machine()
+    rows = []
     for size in args.models.split(","):
         for ranks in args.ranks:
             rows += measure(ranks, size, args)

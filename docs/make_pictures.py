@@ -47,7 +47,8 @@ LANE_COLOUR = {GATHER: "#56B4E9", FORWARD: "#0072B2", BACKWARD: "#003F66", REDUC
 
 def segments() -> list[Segment]:
     """That of each parameter; what is left is padding, without a colour."""
-    found, at = [], 0
+    at = 0
+    found = []
     for param in PARAMETERS:
         stop = at + param.rows * param.columns
         found.append(Segment(at, stop, param.colour))

@@ -102,7 +102,8 @@ def choose_split(surveyed: Survey, fraction: float, seed: int) -> Split:
     """
     sizes = surveyed.sizes
     wanted = fraction * sum(sizes)
-    left, held_out = wanted, list[int]()
+    left = wanted
+    held_out = list[int]()
     if len(sizes) >= FEW:
         for number in permute(np.arange(len(sizes)), len(sizes), key_to_seed(seed, "validation")).tolist():
             if sizes[number] <= left:

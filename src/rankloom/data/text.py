@@ -76,7 +76,8 @@ def expect_source(source: str | Path) -> None:
 
 def survey(source: str | Path) -> Survey:
     """Read a source once: its fingerprint and the sizes of its documents."""
-    digest, sizes = hashlib.sha256(), []
+    digest = hashlib.sha256()
+    sizes = []
     for document in documents(source):
         data = document.text.encode()
         digest.update(f"{document.name}\0{len(data)}\0".encode(errors="surrogateescape"))   # a file's name may be any bytes

@@ -75,7 +75,8 @@ def measure_message(x: Tensor, group: Group) -> MeasuredMessage:
     """
     turns, buffer = [], torch.empty_like(x, requires_grad=False)
     for turn in range(1 + MESSAGES if group.rank < 2 <= group.size else 0):
-        start, busy = _now(group.device), 0.0
+        start = _now(group.device)
+        busy = 0.0
         for sender in (0, 1):
             call = group.send if group.rank == sender else group.recv
             begin = _now(group.device)
