@@ -218,6 +218,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _misfit(folder: Path, saved: SavedFile) -> str | None:
+    """What is wrong with a file, if it is missing or has another size."""
     path = folder / saved.name
     if not path.exists():
         return f"{path}: is not here"

@@ -52,7 +52,7 @@ class Split:
 
     def key(self, *more: object) -> str:
         """A key of the cache, for this text in these two parts, and what else is given."""
-        return _key(self.survey.fingerprint, self.fraction, tuple(sorted(self.held_out)), *more)
+        return _cache_key(self.survey.fingerprint, self.fraction, tuple(sorted(self.held_out)), *more)
 
     def cut(self, number: int, text: str) -> tuple[str, str]:
         """The training and the validation part of a document; either may be empty."""
@@ -84,8 +84,8 @@ def prepare_corpus(source: str | Path, *, tokenizer: str | Path = "bpe", vocab_s
     folder = _default_cache() if cache is None else expanded(cache)
     split = choose_split(survey(source), validation, seed)
     with disk(folder, "keep tokens in this cache folder (data.cache)"):
-        chosen = _tokenizer(source, tokenizer, vocab_size, folder, split, progress)
-        train, held_out = _tokens(source, chosen, folder, split, progress)
+        chosen = _make_tokenizer(source, tokenizer, vocab_size, folder, split, progress)
+        train, held_out = _cached_tokens(source, chosen, folder, split, progress)
     return Corpus(str(source), train, held_out, chosen.vocab_size, chosen, split.key())
 
 
@@ -120,15 +120,15 @@ def _from_array(path: Path, tokenizer: str | Path, vocab_size: int, validation: 
         raise DataError(f"{path}: {len(tokens)} tokens are too few to keep {validation:g} of them for validation")
     reader = load_tokenizer(tokenizer) if str(tokenizer) not in ("bpe", "bytes") else None
     sample = hashlib.sha256(tokens[:SAMPLE].tobytes() + tokens[-SAMPLE:].tobytes()).hexdigest()
-    return Corpus(str(path), tokens[:at], tokens[at:], vocab_size, reader, _key(len(tokens), at, sample))
+    return Corpus(str(path), tokens[:at], tokens[at:], vocab_size, reader, _cache_key(len(tokens), at, sample))
 
 
-def _key(*parts: object) -> str:
+def _cache_key(*parts: object) -> str:
     return hashlib.sha256(repr((FORMAT, *parts)).encode()).hexdigest()[:24]
 
 
-def _tokenizer(source: str | Path, wanted: str | Path, vocab_size: int, folder: Path, split: Split,
-               progress: Progress | None) -> Tokenizer:
+def _make_tokenizer(source: str | Path, wanted: str | Path, vocab_size: int, folder: Path, split: Split,
+                    progress: Progress | None) -> Tokenizer:
     """The tokenizer asked for. BPE is trained once; every rank reads the first file written."""
     if str(wanted) == "bytes":
         return ByteTokenizer()
@@ -158,14 +158,14 @@ def _training_text(source: str | Path, split: Split) -> Iterator[str]:
             return
 
 
-def _tokens(source: str | Path, tokenizer: Tokenizer, folder: Path, split: Split,
-            progress: Progress | None) -> tuple[Tokens, Tokens]:
+def _cached_tokens(source: str | Path, tokenizer: Tokenizer, folder: Path, split: Split,
+                   progress: Progress | None) -> tuple[Tokens, Tokens]:
     """Training and validation tokens; encodes them if the cache lacks any."""
     digest = tokenizer_hash(tokenizer)
     base = folder / "tokens" / split.key(digest)
     paths = base.with_suffix(".train.bin"), base.with_suffix(".validation.bin")
     notes = [Path(f"{path}.json") for path in (*paths, base)]
-    if not _complete(notes, paths):
+    if not _is_complete(notes, paths):
         counts = _encode(source, tokenizer, split, paths, progress)
         entry = {"source": str(source), "source_sha256": split.survey.fingerprint, "tokenizer_sha256": digest,
                  "dtype": token_dtype(tokenizer.vocab_size).name, "train": counts[0], "validation": counts[1]}
@@ -182,7 +182,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _complete(notes: Sequence[Path], paths: tuple[Path, Path]) -> bool:
+def _is_complete(notes: Sequence[Path], paths: tuple[Path, Path]) -> bool:
     """Whether both arrays exist, and are as long as all notes say. A power cut may leave notes empty: they count as missing."""
     try:
         entry, *others = map(read_json, notes)

@@ -81,24 +81,24 @@ class Loader:
                              f"make it {ranks} or more")
         self.step = start_step
         self._device = torch.device(device)
-        self._work = _Work(samples, global_batch, share(rank, ranks, global_batch), seed,
-                           ahead=ahead, pin=self._device.type == "cuda")
+        self._producer = _Producer(samples, global_batch, share(rank, ranks, global_batch), seed,
+                                   ahead=ahead, pin=self._device.type == "cuda")
         to_make = count(start_step) if steps is None else range(start_step, steps)
-        self._thread = threading.Thread(target=self._work.run, args=(to_make,), name="rankloom-loader", daemon=True)
-        self._finalizer = weakref.finalize(self, self._work.stop)
+        self._thread = threading.Thread(target=self._producer.run, args=(to_make,), name="rankloom-loader", daemon=True)
+        self._finalizer = weakref.finalize(self, self._producer.stop)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._work.stopped.is_set():
+        if self._producer.stopped.is_set():
             raise StopIteration
-        item = self._work.items.get()
+        item = self._producer.items.get()
         if isinstance(item, BaseException):
             self.close()
             raise item
-        self._work.slots.release()
+        self._producer.slots.release()
         self.step += 1
         tokens, targets = (t.to(self._device, non_blocking=True) for t in item)
         return tokens, targets
@@ -115,11 +115,12 @@ class Loader:
         self.close()
 
 
-class _Work:
-    """All that the thread refers to. A reference to the loader would keep the loader alive for ever."""
+class _Producer:
+    """Makes the batches, in the thread. A reference to the loader would keep the loader alive for ever."""
 
     def __init__(self, samples: Samples, global_batch: int, rows: range, seed: int, *, ahead: int, pin: bool):
-        self.samples, self.global_batch, self.rows, self.seed, self.pin = samples, global_batch, rows, seed, pin
+        self.samples, self.global_batch, self.rows = samples, global_batch, rows
+        self.seed, self.pin = seed, pin
         self.items: SimpleQueue[Batch | BaseException] = SimpleQueue()
         self.slots = threading.Semaphore(max(1, ahead))
         self.stopped = threading.Event()
@@ -152,7 +153,7 @@ class _Work:
 
 
 def blame(samples: Samples, ids: Sequence[int]) -> str:
-    """Find the first sample that fails by itself."""
+    """Name the first sample that fails by itself, or all where none does."""
     for i in ids:
         try:
             samples.batch([i])

@@ -77,8 +77,9 @@ def count_levels(tokens: Counts, vocab: int) -> tuple[Level, Level, Level]:
 
 
 def _level(grams: Counts, counts: Counts, vocab: int) -> Level:
+    """These counts, and what smoothing needs of them. grams: sorted"""
     discounts = _discounts(counts)
-    contexts, first = np.unique(grams // vocab, return_index=True)      # sorted grams: a context is a run of them
+    contexts, first = np.unique(grams // vocab, return_index=True)      # a context is a run of grams
     totals = np.add.reduceat(counts, first).astype(np.float64)
     discounted = np.add.reduceat(discounts[np.minimum(counts, 3)], first)
     return Level(grams, counts, contexts, totals, discounted, discounts)

@@ -136,8 +136,11 @@ def _folder(root: Path) -> Iterator[Document]:
 
 
 def _files_in(root: Path) -> Iterator[Path]:
-    """All files below a folder that are not in hidden ones, also those in linked folders, each folder once. Links that lead out of the
-    folder to one around it are not followed, and folders below it that cannot be read are left out. raises: OSError for `root` itself"""
+    """All files below a folder that are not in hidden ones, also those in linked folders, each folder once.
+
+    Links that lead out of the folder to one around it are not followed, and folders below it that cannot be read are left out.
+    raises: OSError for `root` itself
+    """
     os.scandir(root).close()
     around = [str(path) for path in root.resolve().parents]
     seen = set[str]()
@@ -160,6 +163,7 @@ def _not_empty(every: Iterator[Document], path: Path) -> Iterator[Document]:
 
 
 def _file(path: Path, name: str) -> Iterator[Document]:
+    """The documents of one file; none if it is blank."""
     if path.suffix.lower() == ".jsonl":
         yield from _json_lines(path, name)
         return

@@ -51,7 +51,7 @@ class Messages:
         self._back = _second_connection(group) if group.in_order else group   # from higher ranks to lower ones
         self._arrived = proven_arrivals(schedule, group.rank)
         self._known: dict[tuple[str, int, int], list[Shape | None]] = {}    # by direction, receiving stage, kind of micro-batch
-        self._numbers: dict[Hashable, int] = {}
+        self._numbers: dict[Hashable, int] = {}    # of the kinds of micro-batches that have come so far
         self._kinds: Sequence[int] = ()      # of this step's micro-batches
         self._next: deque[Action] = deque()
         self._told: dict[Action, list[Shape | None]] = {}    # of messages whose header came before they were asked for
@@ -162,14 +162,14 @@ class Messages:
         frm = self.schedule.owner[needs(action, self.schedule)[0].stage]
         lane, device, label = self._lane(frm, self.group.rank), self.group.device, str(action)
         values: Values = [s and torch.empty(s.dims, dtype=s.dtype, device=device, requires_grad=s.gradient)
-                          for s in self._shapes_of(action, lane, frm)]
+                          for s in self._expected_shapes(action, lane, frm)]
         handles = [lane.recv(as_bytes(value), frm, tag=self._tag(action.kind[-1], action.stage, action.microbatch or 0, index),
                              label=label, async_op=True)
                    for index, value in enumerate(values) if value is not None and value.numel()]
         self._open[action] = values, handles
         self._next.remove(action)
 
-    def _shapes_of(self, action: Action, lane: Group, frm: int) -> list[Shape | None]:
+    def _expected_shapes(self, action: Action, lane: Group, frm: int) -> list[Shape | None]:
         """The shapes in the message for this receive. Headers come in the order of sending, so others may come first."""
         way, stage, kind = key = self._key(action)
         while action not in self._told and key not in self._known:

@@ -55,10 +55,11 @@ class _Linear(torch.autograd.Function):
     """The weight is not an input of the graph: its hooks would run in the first part, before it has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: list[Tensor], products: list[Product]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, hidden_weight: list[Tensor], products: list[Product]) -> Tensor:
+        (weight,) = hidden_weight   # in a list, where autograd does not see it
         ctx.save_for_backward(x)
-        (ctx.weight,), ctx.products = weight, products
-        return F.linear(x, ctx.weight, bias)
+        ctx.weight, ctx.products = weight, products
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
