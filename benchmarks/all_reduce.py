@@ -119,10 +119,10 @@ def check_and_size(libraries: dict[str, Pool], case: Case, way: str, seconds: fl
     return max(3, min(5000, round(seconds / once)))
 
 
-def loop(libraries: dict[str, Pool], case: Case, way: str, calls: int, batches: int) -> list[float]:
+def loop(libraries: dict[str, Pool], case: Case, way: str, calls: int, loops: int) -> list[float]:
     """Seconds per call of each loop, of the rank that took longest; of a ping-pong, one way."""
     library, kind = WAYS[way]
-    answers = libraries[library].ask(do="measure", way=kind, op=case[0], bytes=case[1], calls=calls, batches=batches)
+    answers = libraries[library].ask(do="measure", way=kind, op=case[0], bytes=case[1], calls=calls, loops=loops)
     return [max(of_all) / (2 if case[0] == "ping_pong" else 1) for of_all in zip(*answers)]
 
 

@@ -157,10 +157,10 @@ def check(way: Way, op: str, n: int, rank: int, p: int) -> None:
     way.x[:n] = 0
 
 
-def measure(call: Call, calls: int, batches: int) -> list[float]:
-    """Seconds per call of `batches` loops of `calls` calls, without a barrier between; one loop before them is not counted."""
+def measure(call: Call, calls: int, loops: int) -> list[float]:
+    """Seconds per call of `loops` loops of `calls` calls each, without a barrier between; one loop before them is not counted."""
     marks = []
-    for _ in range(batches + 2):
+    for _ in range(loops + 2):
         marks.append(time.perf_counter())
         for _ in range(calls):
             call()
@@ -173,7 +173,7 @@ def answer(question: dict, ways: dict[str, Way], rank: int, p: int) -> list[floa
     if question["do"] == "check":
         check(way, op, n, rank, p)
         return []
-    return measure(way.make(op, n), question["calls"], question["batches"])
+    return measure(way.make(op, n), question["calls"], question["loops"])
 
 
 def main() -> None:

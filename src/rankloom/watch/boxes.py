@@ -74,6 +74,11 @@ class Scene:
         return size.header + size.slab + 2 * size.gap + size.bar * (len(self.bars) + (size is LARGE))
 
     @property
+    def label(self) -> float:
+        """The height of a panel's label."""
+        return 20.0 if self.hosts else 0.0
+
+    @property
     def abbreviates(self) -> bool:
         """Whether axes are named by their first letters, for lack of room."""
         return self.size is SMALL or len(self.mesh.in_use()) > 3
@@ -96,16 +101,10 @@ def draw_sheet(scene: Scene) -> Sheet:
     top = TOP
     width = 2 * EDGE_GAP + scene.columns * (scene.size.width + GAP) + GAP
     for number, ranks in enumerate(scene.panels):
-        label = 20.0 if scene.hosts else 0.0
         rows = -(-len(ranks) // scene.columns)
-        height = label + rows * (scene.height + GAP) + GAP
+        height = scene.label + rows * (scene.height + GAP) + GAP
         marks.append(Box(EDGE_GAP, top, width - 2 * EDGE_GAP, height, PANEL, EDGE, 8))
-        if scene.hosts:
-            marks.append(Word(EDGE_GAP + GAP, top + 19, f"host {number}", 11, PALE, bold=True))
-        for place, rank in enumerate(ranks):
-            row, column = divmod(place, scene.columns)
-            left = EDGE_GAP + GAP + column * (scene.size.width + GAP)
-            marks += draw_rank(scene, scene.ranks[rank], left, top + label + GAP + row * (scene.height + GAP))
+        marks += draw_panel(scene, number, top)
         top += height + GAP
     legend = list(draw_legend(scene, top + 10))
     marks += legend
@@ -113,6 +112,16 @@ def draw_sheet(scene: Scene) -> Sheet:
     rightmost = max(word.x + 0.6 * word.size * len(word.text) for word in words)   # by the mean width of a letter
     lowest = max(mark.y if isinstance(mark, Word) else mark.top + mark.height for mark in legend)
     return Sheet(max(width, rightmost + EDGE_GAP), lowest + 18, tuple(marks), f"{scene.title}: which rank holds what")
+
+
+def draw_panel(scene: Scene, number: int, top: float) -> Iterator[Mark]:
+    """The boxes of one panel, and the name of its host where that is known."""
+    if scene.hosts:
+        yield Word(EDGE_GAP + GAP, top + 19, f"host {number}", 11, PALE, bold=True)
+    for place, rank in enumerate(scene.panels[number]):
+        row, column = divmod(place, scene.columns)
+        left = EDGE_GAP + GAP + column * (scene.size.width + GAP)
+        yield from draw_rank(scene, scene.ranks[rank], left, top + scene.label + GAP + row * (scene.height + GAP))
 
 
 def colour_of(part: RankPart) -> str:
