@@ -256,6 +256,21 @@ def test_a_signal_before_the_first_step_ends_a_rank_also_in_an_import_that_takes
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def test_what_a_command_imports_is_never_looked_at_by_the_garbage_collector():
+    script = """if True:
+        import gc, sys
+        from rankloom.cli import main
+        sys.argv = ["rankloom", "generate", "nowhere", "--prompt", "x"]
+        try:
+            main()
+        finally:
+            print(gc.get_freeze_count(), gc.isenabled())
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    objects, collects = done.stdout.split()
+    assert done.returncode == 2 and int(objects) > 100_000 and collects == "True"
+
+
 def test_under_torchrun_the_command_joins_the_ranks_that_are_there_and_reaches_the_same_losses_as_one(folder, one_rank):
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", "logs", "-m", "rankloom", "train", "train.toml"]
     done = subprocess.run([sys.executable, *words, "--run.name", "joined"], capture_output=True, text=True, check=False)

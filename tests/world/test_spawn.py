@@ -1,5 +1,6 @@
 """Ranks as processes: results, every way in which one can end, and that nothing is left behind."""
 
+import gc
 import multiprocessing.util
 import os
 import signal
@@ -29,6 +30,10 @@ class Picky(Exception):
 def whoami(world):
     time.sleep(0.05 * (world.size - world.rank))
     return world.rank, world.size, os.getpid(), world.all_reduce(torch.tensor(world.rank)).item()
+
+
+def never_collected(world):
+    return gc.get_freeze_count(), gc.isenabled()
 
 
 def is_debugged(world):
@@ -174,6 +179,11 @@ def nothing_is_left_behind(fork_server):
         time.sleep(0.05)
     assert grandchildren() <= children
     assert listening() <= ports
+
+
+def test_ranks_share_what_their_server_has_imported_for_good():
+    for objects, collects in rl.spawn(2, never_collected):
+        assert objects > 100_000 and collects
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])
