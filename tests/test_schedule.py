@@ -39,8 +39,8 @@ def test_show_draws_the_rows_and_tells_the_numbers(tmp_path):
     assert find_schedule(str(save), None, None, None).microbatches == 8, "what is saved can be shown again"
 
 
-def test_a_narrow_table_of_numbers_cuts_no_word():
-    table = next(part for part in show_schedule("1f1b", **NOTHING) if isinstance(part, Table))
+@pytest.mark.parametrize("table", [next(part for part in show_schedule("1f1b", **NOTHING) if isinstance(part, Table)), known()])
+def test_a_narrow_table_cuts_no_word(table):
     console = Console(width=36)
     with console.capture() as capture:
         console.print(table)

@@ -261,12 +261,11 @@ def _run_child(argv: Sequence[str]) -> None:
 
 def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
     from rich.console import Console
-    from rich.table import Column, Table
 
     from rankloom.train.run.folder import write_json
+    from rankloom.watch.tables import folding_table
 
-    headings = ("ranks", "tokens/s", "speed-up", "efficiency", "communication")
-    table = Table(*(Column(heading, overflow="fold") for heading in headings), title=title)
+    table = folding_table("ranks", "tokens/s", "speed-up", "efficiency", "communication", title=title)
     for row in rows:
         numbers = (f"{row.tokens_per_second:,.0f}", f"{row.speed_up:.2f}", f"{row.efficiency:.0%}")
         table.add_row(str(row.ranks), *numbers, f"{row.communication:.0%}")

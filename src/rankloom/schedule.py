@@ -9,7 +9,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from rankloom.base.errors import ConfigError, did_you_mean
@@ -21,6 +21,7 @@ from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.schedules import SCHEDULES
 from rankloom.parallel.pipeline.search import SEARCHED, named_schedule
 from rankloom.parallel.pipeline.simulate import Costs, Timeline, simulate_schedule
+from rankloom.watch.tables import folding_table
 
 STAGES, MICROBATCHES = 4, 8
 MOST = 1024   # stages; to make, check and simulate more takes minutes
@@ -30,7 +31,7 @@ UNITS = "computes, waits: time, in units of --costs; sends: messages; activation
 
 def known() -> Table:
     """Every schedule by name, with the number of stages on a rank."""
-    table = Table("schedule", "stages a rank", "in short")
+    table = folding_table("schedule", "stages a rank", "in short")
     for name, one in SCHEDULES.items():
         table.add_row(name, f"{one.fewest}{'' if one.most else ' or more'}", one.says)
     for name, memory in SEARCHED.items():
@@ -103,8 +104,7 @@ def drawing(timeline: Timeline, columns: int, coloured: bool) -> Iterator[str | 
 def picture(timeline: Timeline, draw: Drawing) -> Iterator[str | Text | Table]:
     """The drawing, and the numbers of each rank. Activations as in docs/pipeline.md: 1 is a micro-batch in a rank's whole part."""
     yield from draw(timeline)
-    headings = ("rank", "stages", "computes", "waits", "sends", "most activations")
-    table = Table(*(Column(heading, overflow="fold") for heading in headings))
+    table = folding_table("rank", "stages", "computes", "waits", "sends", "most activations")
     for rank, actions in enumerate(timeline.schedule.ranks):
         stages, sends = timeline.schedule.held_by(rank), sum(a.kind.startswith("SEND") for a in actions)
         times = (f"{timeline.busy[rank]:g}", f"{timeline.makespan - timeline.busy[rank]:g}")
