@@ -76,7 +76,7 @@ def test_memory_in_any_order_is_written_as_it_reads_and_the_file_is_plain_safete
 
 
 @pytest.mark.parametrize("values, said", [
-    (torch.zeros(1, dtype=torch.complex128), "w is torch.complex128, which the safetensors format cannot store"),
+    (torch.zeros(1, dtype=torch.complex128), "w is torch.complex128, which a checkpoint cannot store"),
     (torch.zeros(1).expand(4), "w is expanded: several elements share memory"),
     (torch.eye(2).to_sparse(), "w is torch.sparse_coo: a checkpoint keeps dense tensors only"),
 ], ids=["complex128", "expanded", "sparse"])

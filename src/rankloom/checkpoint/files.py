@@ -32,8 +32,8 @@ RANK_FILE = re.compile(r"[0-9a-f]{12}-\d{5,}\.safetensors")
 REMOVABLE = re.compile(rf"{RANK_FILE.pattern}|\.{re.escape(MANIFEST)}\.[0-9a-f]{{12}}\.tmp")   # nothing else in a folder is ever removed
 FORMATS = {   # as safetensors calls them
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.complex64: "C64"}
+    torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64",
+    torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64"}
 
 
 def file_name(token: str, rank: int) -> str:
@@ -48,7 +48,7 @@ def expect_writable(parts: Iterable[Part]) -> None:
         if values.layout is not torch.strided:
             raise ConfigError(f"{part.name} is {values.layout}: a checkpoint keeps dense tensors only")
         if values.dtype not in FORMATS:
-            raise ConfigError(f"{part.name} is {values.dtype}, which the safetensors format cannot store; "
+            raise ConfigError(f"{part.name} is {values.dtype}, which a checkpoint cannot store; "
                               f"it stores {', '.join(str(dtype).removeprefix('torch.') for dtype in FORMATS)}")
         if any(length > 1 and stride == 0 for length, stride in zip(values.shape, values.stride())):
             raise ConfigError(f"{part.name} is expanded: several elements share memory, so it cannot be read back; keep `x.contiguous()`")
