@@ -251,6 +251,38 @@ def test_numbers_of_an_optimizer_that_come_to_differ_are_an_error_on_all_ranks_b
         assert all(torch.equal(after[name], value) for name, value in before.items()) and step == 2
 
 
+class MeasuresAll(torch.optim.Optimizer):
+    """As Prodigy: one step size for all parameters, of what it has seen of all their gradients."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "seen": 0.0})
+
+    def step(self):
+        """One step."""
+        for group in self.param_groups:
+            found = [param for param in group["params"] if param.grad is not None]
+            group["seen"] += sum(float(param.grad.square().sum()) for param in found)
+            for param in found:
+                param.data.sub_(param.grad, alpha=group["lr"] / (1 + group["seen"]))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_that_measures_all_parameters_together_trains_where_each_rank_has_all_and_is_an_error_elsewhere(stage):
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def body(world):
+        engine = rl.prepare(models[world.rank], loss=lambda m, x: (m(x).sum(), len(x)), world=world, optimizer=MeasuresAll, stage=stage)
+        rows = torch.ones(2, 2) + world.rank
+        engine.step(rows)
+        if stage:
+            with pytest.raises(rl.ConfigError, match="seen of group 0 is .* must have all of them on each rank: stage 0"):
+                engine.step(rows)
+        return engine.step(rows).step if not stage else 0
+
+    assert rl.simulate(2, body) == [0 if stage else 2] * 2
+
+
 @pytest.mark.parametrize("mesh", [rl.Mesh(pipe=2, shard=2), rl.Mesh(tensor=2, replicate=2), rl.Mesh(replicate=2, shard=2)], ids=str)
 def test_a_schedule_that_differs_between_the_ranks_of_rows_is_an_error_on_meshes_too(mesh):
     shape = rl.GPTConfig(vocab_size=16, width=16, layers=2, heads=2, kv_heads=2, ffn=16, seq_len=4)

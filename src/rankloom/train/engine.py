@@ -42,7 +42,7 @@ from rankloom.train.checkpoint import load_checkpoint, save_checkpoint
 from rankloom.train.diagnose import explain_non_finite, with_notes
 from rankloom.train.dropout import DropoutKey
 from rankloom.train.expert_books import ExpertBooks
-from rankloom.train.fingerprints import OptimizerMark, numbers_of
+from rankloom.train.fingerprints import SAME_NUMBERS, OptimizerMark, numbers_of
 from rankloom.train.first_steps import FirstSteps
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.memory_report import Held, explain_out_of_memory, held_by, peak_memory
@@ -57,7 +57,6 @@ from rankloom.world.world import World
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 COUNT, AUXILIARY = 1, 2   # places in the totals of a step, fp64 [loss sum, count], and with experts their auxiliary losses behind
-SAME_RATES = ", or they diverge. A scheduler that looks at a metric must see one of all ranks, such as the loss of `engine.evaluate`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +298,7 @@ class Engine:
         summed, alike = self.placement.finish(totals, mark)
         self._buffer_keeper.heed(alike)
         if not alike:
-            expect_same_values(self.tokens, "optimizer in this step", numbers_of(self.optimizer), advice=SAME_RATES)
+            expect_same_values(self.tokens, "optimizer in this step", numbers_of(self.optimizer), advice=SAME_NUMBERS)
         return summed
 
     def _limited_to(self, some: SomeTokens) -> AbstractContextManager[None]:

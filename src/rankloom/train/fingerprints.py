@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from rankloom.shard.optimizer import Optimizer
 
 TENSORS = ("params", "param_names")   # keys of a param group that hold no numbers
+SAME_NUMBERS = (", or they diverge. A scheduler that looks at a metric must see one of all ranks, such as the loss of `engine.evaluate`; "
+                "an optimizer that measures all parameters together (Prodigy, D-Adaptation) must have all of them on each rank: stage 0")
 
 
 def code_of(model: nn.Module) -> dict[str, str]:
