@@ -5,11 +5,15 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 import rankloom as rl
+
+FEW = 256   # open files
 
 WORLDS = """
 import resource
@@ -102,10 +106,23 @@ def take_two_tensors(world: rl.World) -> float:
     return first.sum().item() + second.sum().item()
 
 
-def take_a_tensor_where_rank_1_may_open_nothing(world: rl.World) -> tuple[str, float]:
+def open_all_files(hard: int) -> None:
+    """From here on this process may not even open one to see how many it has. hard: how many it may have if it asks"""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, hard))
+    with pytest.raises(OSError, match="Too many open files"):
+        while True:
+            os.open(os.devnull, os.O_RDONLY)
+
+
+def take_a_tensor_with_all_files_open(world: rl.World) -> float:
+    open_all_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    return world.all_reduce(world.buffer((2,), torch.float64).fill_(1.0)).sum().item()
+
+
+def take_a_tensor_where_rank_1_may_open_nothing(world: rl.World, limit: Callable[[], None]) -> tuple[str, float]:
     """Afterwards they still can talk."""
     if world.rank == 1:
-        allow_more_files(1)
+        limit()
     with pytest.raises(rl.ConfigError) as refused:
         world.buffer((2,), torch.float64)
     return str(refused.value), world.all_reduce(torch.ones(1)).item()
@@ -115,8 +132,14 @@ def test_a_process_needs_room_for_its_own_files_of_a_piece_and_not_for_those_of_
     assert rl.spawn(3, take_two_tensors, backend="rankloom") == [6.0] * 3
 
 
-def test_where_one_rank_may_open_no_more_files_all_are_told_of_it():
-    for rank, (said, ranks) in enumerate(rl.spawn(2, take_a_tensor_where_rank_1_may_open_nothing, backend="rankloom")):
+def test_a_process_that_has_all_files_open_that_it_may_gets_room_for_more():
+    assert rl.spawn(2, take_a_tensor_with_all_files_open, backend="rankloom") == [4.0] * 2
+
+
+@pytest.mark.parametrize("limit", [partial(allow_more_files, 1), partial(open_all_files, FEW)])
+def test_where_one_rank_may_open_no_more_files_all_are_told_of_it(limit):
+    body = partial(take_a_tensor_where_rank_1_may_open_nothing, limit=limit)
+    for rank, (said, ranks) in enumerate(rl.spawn(2, body, backend="rankloom")):
         assert ranks == 2.0
         assert said.startswith(f"rank {rank}: buffer in group 'world', said rank 1: a tensor in shared memory needs 2 open files beside")
         assert said.endswith("or use fewer ranks")

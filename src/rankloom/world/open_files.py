@@ -4,6 +4,7 @@ At the limit, gloo ends the process, and torch's store does not answer new conne
 a server, and both allow more on request.
 """
 
+import errno
 import os
 import resource
 
@@ -19,7 +20,7 @@ def make_room(files: int, what: str) -> None:
     raises: ConfigError if the system does not allow so many
     """
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    now = len(os.listdir("/dev/fd"))
+    now = _open_now(allowed)
     if _within(now + files, allowed):
         return
     if not _within(now + files, most):
@@ -27,6 +28,16 @@ def make_room(files: int, what: str) -> None:
                           "raise the hard limit (ulimit -Hn, or nofile in limits.conf), or use fewer ranks")
     asked = max(ENOUGH, now + files)
     resource.setrlimit(resource.RLIMIT_NOFILE, (asked if _within(asked, most) else most, most))
+
+
+def _open_now(allowed: int) -> int:
+    """How many files this process has open. To look takes one more: where it may open none, it has as many as it may."""
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        return allowed
 
 
 def _within(files: int, limit: int) -> bool:

@@ -71,17 +71,18 @@ class Buffers:
         Afterwards each may open the files of a new piece: `_map` begins only when all have been asked, so none counts those of another.
         """
         channel = self._channel
-        asked = channel.gather_json([stride, available_memory(), list(self._pieces), os.getpid()])
-        strides, memory = [asks for asks, *_ in asked], min(free for _, free, *_ in asked)
+        asked = channel.gather_json([stride, list(self._pieces), os.getpid()])
+        strides = [asks for asks, *_ in asked]
         if len(set(strides)) > 1:
             raise ShapeMismatch(f"{channel.where('buffer')}: ranks ask for different sizes, in bytes: {strides}")
-        if stride * parts > memory:
-            raise MemoryError(f"{channel.where('buffer')}: {stride * parts:,} bytes of shared memory were asked for "
-                              f"({parts} x {stride:,}), {memory:,} are free on this host")
         ranks = [pid for *_, pid in asked].count(os.getpid())   # of this process: they may be threads
         # Each opens two files while a piece is mapped.
         channel.do_together(lambda: make_room(2 * ranks, "a tensor in shared memory"))
-        taken = {number for _, _, numbers, _ in asked for number in numbers}
+        memory = min(channel.gather_json(available_memory()))   # to look takes a file, too
+        if stride * parts > memory:
+            raise MemoryError(f"{channel.where('buffer')}: {stride * parts:,} bytes of shared memory were asked for "
+                              f"({parts} x {stride:,}), {memory:,} are free on this host")
+        taken = {number for _, numbers, _ in asked for number in numbers}
         return next((number for number in REGIONS if number not in taken), 0)
 
     def _map(self, nbytes: int) -> Mapping:
