@@ -97,6 +97,27 @@ def test_a_message_waited_for_by_cpp_which_says_zero_for_no_time_out_has_that_of
     world.close()
 
 
+@pytest.mark.parametrize(("of_group", "of_call"), [(0.3, None), (60.0, 0.3)])
+@pytest.mark.parametrize("is_polled", [False, True])
+def test_a_call_that_timed_out_names_its_own_time_out_not_that_of_the_wait_or_the_group(of_group, of_call, is_polled):
+    world, options = Ranks(2, of_group), c10d.AllreduceOptions()
+    if of_call:
+        options.timeout = seconds(of_call)
+    work = world.groups[0].allreduce([torch.ones(4)], options)
+    wait_until(work.is_completed if is_polled else work._has_ended)
+    with pytest.raises(CollectiveTimeout, match="within its timeout of 0.3 s: rank 1"):
+        work.wait(seconds(30.0))
+    world.close()
+
+
+def test_a_wait_that_is_over_before_its_call_names_its_own_time_out(ranks):
+    work = ranks.groups[0].allreduce([torch.ones(4)])
+    with pytest.raises(CollectiveTimeout, match="within its timeout of 0.2 s: rank 1"):
+        work.wait(seconds(0.2))
+    ranks.groups[1].allreduce([torch.ones(4)])
+    assert work.wait()
+
+
 @pytest.mark.parametrize(("what", "expected"), [("a collective", 3.0), ("a message", 2.0)])
 def test_what_ends_in_the_moment_in_which_a_wait_for_it_is_over_has_ended_well(ranks, what, expected):
     def begin(rank):

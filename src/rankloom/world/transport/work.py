@@ -154,7 +154,7 @@ class Pending(Work):
             is_late = why == TIMED_OUT and not self._has_ended()
             if why == TIMED_OUT and not is_late:   # it may have ended after that wait, and well
                 why = self._await(0.0)
-            error = self._channel.explain(why, self.label, self.timeout if seconds == FOREVER else seconds, self.peers) if why else None
+            error = self._channel.explain(why, self.label, seconds if is_late else self.timeout, self.peers) if why else None
             if error and is_late:
                 raise error   # only this wait is over, not the work
             # Copy results only when nothing can still write to their buffers. Set `_ended` last: other threads read it.
