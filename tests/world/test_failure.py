@@ -51,11 +51,12 @@ def test_the_cause_among_many_failures(endings, cause, why):
     assert pick_cause(endings[::-1]).rank == cause, why
 
 
-def test_an_error_without_a_text_is_nobodys_consequence():
-    class Odd(Exception):
-        def __str__(self):
-            raise RuntimeError("no text")
+class Odd(Exception):
+    def __str__(self):
+        return 3
 
+
+def test_an_error_without_a_text_is_nobodys_consequence():
     assert not bare_failure(Odd()).is_collateral and bare_failure(rl.RankLost("rank 0 is gone")).is_collateral
 
 
@@ -70,6 +71,15 @@ def test_a_failure_travels_in_the_file_that_torchrun_reads(tmp_path):
     assert "ValueError: too bad" in left.traceback and "and a note" in left.traceback
     torchs = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
     assert torchs.message["message"].startswith("ValueError: too bad") and torchs.timestamp > 0
+
+
+def test_a_failure_whose_text_fails_is_told_all_the_same(tmp_path):
+    error = caught(Odd())
+    error.add_note("and a note")
+    assert write_failure(error, tmp_path / "error.json")
+    left = read_failure(tmp_path / "error.json")
+    assert (left.type, left.message, left.source) == ("Odd", "<exception str() failed>\nand a note", "raise error")
+    assert "Odd: <exception str() failed>" in left.traceback
 
 
 def test_torchrun_takes_a_killed_rank_for_the_cause_and_not_the_one_that_lost_it(tmp_path):

@@ -27,6 +27,13 @@ class Picky(Exception):
         super().__init__(f"{code}: {text}")
 
 
+class Mute(Picky):
+    """One that has no text either."""
+
+    def __str__(self) -> str:
+        return 3   # type: ignore[return-value]
+
+
 def whoami(world):
     time.sleep(0.05 * (world.size - world.rank))
     return world.rank, world.size, os.getpid(), world.all_reduce(torch.tensor(world.rank)).item()
@@ -46,9 +53,9 @@ def raise_on(bad, world):
     world.barrier(label="never comes together")
 
 
-def raise_picky(world):
+def raise_picky(kind, world):
     if world.rank == 1:
-        raise Picky(3, "will not come back")
+        raise kind(3, "will not come back")
     world.barrier()
 
 
@@ -236,9 +243,10 @@ def test_an_exception_keeps_its_type_and_brings_its_traceback_as_a_note(bad):
     assert time.monotonic() - begin < AT_ONCE
 
 
-def test_an_exception_that_cannot_travel_arrives_as_text():
-    with pytest.raises(rl.RankFailed, match="rank 1 failed: Picky: 3: will not come back") as caught:
-        rl.spawn(2, raise_picky)
+@pytest.mark.parametrize(("kind", "text"), [(Picky, "Picky: 3: will not come back"), (Mute, "Mute: <exception str.. failed>")])
+def test_an_exception_that_cannot_travel_arrives_as_text(kind, text):
+    with pytest.raises(rl.RankFailed, match=f"rank 1 failed: {text}") as caught:
+        rl.spawn(2, partial(raise_picky, kind))
     assert caught.value.rank == 1
     assert "in raise_picky" in caught.value.__notes__[0]
 

@@ -58,10 +58,14 @@ class Failure:
 
 def bare_failure(error: BaseException) -> Failure:
     """The type and the text of an exception, without place and traceback: enough to tell whether another rank has caused it."""
-    text = ""
-    with suppress(Exception):   # a user's own error may have no text
-        text = str(error)
-    return Failure(type(error).__name__, text, "", "", "", 0.0, "")
+    return Failure(type(error).__name__, text_of(error), "", "", "", 0.0, "")
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an exception; for a user's own whose `__str__` fails, what Python shows in a traceback."""
+    with suppress(Exception):
+        return str(error)
+    return "<exception str() failed>"
 
 
 def raisable(error: BaseException, rank: int, size: int, trace: str = "") -> BaseException:
@@ -96,7 +100,7 @@ def write_failure(error: BaseException, file: Path) -> bool:
 
 def describe(error: BaseException) -> Failure:
     """The facts about an exception that the launcher needs."""
-    message = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    message = "\n".join([text_of(error), *getattr(error, "__notes__", ())])
     place, source = user_frame(error.__traceback__)
     trace = "".join(traceback.format_exception(error))
     return Failure(type(error).__name__, message, place, source, socket.gethostname(), time.monotonic(), trace)

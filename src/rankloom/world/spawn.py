@@ -26,7 +26,7 @@ from rankloom.base.errors import ConfigError, RankFailed
 from rankloom.base.mesh import Mesh
 from rankloom.base.quantities import seconds
 from rankloom.world.connect import AUTO, LOOPBACK, device_for, expect_room_here
-from rankloom.world.failure import bare_failure, raisable, signal_name
+from rankloom.world.failure import bare_failure, raisable, signal_name, text_of
 from rankloom.world.launch import debug_mode
 from rankloom.world.world import World, as_mesh
 
@@ -184,7 +184,7 @@ def _pickled_failure(rank: int, error: BaseException) -> bytes:
         pickle.loads(answer)   # some exceptions can be pickled, but not unpickled
         return answer
     except Exception:   # not hidden: the text of the error is sent instead
-        told = RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}", rank=rank)
+        told = RankFailed(f"rank {rank} failed: {type(error).__name__}: {text_of(error)}", rank=rank)
         return pickle.dumps(Answer(False, told, trace))
 
 
