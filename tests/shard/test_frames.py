@@ -203,3 +203,23 @@ def test_gradients_of_slices_that_somebody_holds_are_not_written_over_after_the_
     for held in rl.simulate(2, body, backend=backend):
         for step, values in enumerate(held):
             assert values and values <= {2.0, 2.0 * (step + 1.0)}   # of the bias, and of the weight
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
+def test_who_holds_gradients_during_a_forward_in_inference_mode_can_train_on(wrap, backend):
+    def body(world):
+        layer = torch.nn.Linear(4, 3)
+        for param in layer.parameters():
+            torch.nn.init.constant_(param, 0.5)   # on all ranks alike
+        model, held = wrap(layer, world), []
+        for step in range(3):
+            model(torch.full((2, 4), step + 1.0)).sum().backward()
+            held += [param.grad for param in model.parameters() if param.grad is not None]
+            model.zero_grad()
+            with torch.inference_mode():
+                model(torch.ones(1, 4))
+        return set(torch.cat([grad.flatten() for grad in held]).tolist())
+
+    for values in rl.simulate(2, body, backend=backend):
+        assert values and values <= {2.0, 4.0, 6.0}   # of the bias, and of the weight

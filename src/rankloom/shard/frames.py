@@ -71,7 +71,8 @@ class StaysUnlessViewed(AlwaysOpen):
         if self._lent is not None and count_users(self._lent) == 1:
             self.tensor, self.stays = self._lent, True
         elif count_users(self.tensor) > 1:
-            self.tensor, self.stays = torch.zeros_like(self.tensor), self._lent is None
+            with torch.inference_mode(False):   # a forward in that mode may close it, and no backward could write to memory of that mode
+                self.tensor, self.stays = torch.zeros_like(self.tensor), self._lent is None
 
 
 class _Resized(Window):
