@@ -1513,6 +1513,34 @@ def test_hooks_of_slices_see_the_mean_and_those_that_nobody_would_call_are_an_er
 
 
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+@pytest.mark.parametrize("reshards", [True, False])
+def test_hooks_of_slices_may_step_on_some_ranks_only(reshards, backend):
+    """Where parameters stayed after a backward, ranks without a piece went on with the old ones, and waited for a gather no more."""
+    def body(world):
+        layer = nn.Linear(4, 4, bias=False)   # 64 bytes: rank 0 has it all
+        nn.init.constant_(layer.weight, 1.0)
+        model = rl.fully_shard(layer, world, reshard_after_forward=reshards)
+        (weight,) = model.parameters()
+        optimizer, called = torch.optim.SGD([weight], lr=0.25), []
+
+        def step(param):
+            called.append(param)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        weight.register_post_accumulate_grad_hook(step)
+        losses = []
+        for _ in range(3):
+            loss = model(torch.ones(1, 4)).sum()
+            loss.backward()
+            losses.append(loss.item())
+        return len(called), losses
+
+    losses = [16.0, 12.0, 8.0]
+    assert rl.simulate(2, body, backend=backend) == [(3, losses), (0, losses)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 def test_hooks_of_slices_may_step_and_each_rank_has_as_many_as_it_has_pieces(backend):
     plain = made()
     plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.1), inputs())

@@ -49,7 +49,7 @@ class Updates:
 
     @contextmanager
     def by_hooks(self) -> Iterator[None]:
-        """A context to call the hooks of slices in, once all ranks have ended a backward. A collective where ranks share memory.
+        """A context to call the hooks of slices in, once all ranks have ended a backward. A collective where parameters stay after it.
 
         A rank calls the hooks of the parameters of which it has a slice. So in hooks that step, ranks step unequally often, and what all of
         them have changed is published at the end, once.
@@ -57,7 +57,7 @@ class Updates:
         with temporarily(self, _by_hooks=True, _any=False):
             yield
             stepped = self._any
-        if any(unit.common for unit in self.sharding.units):
+        if not self.sharding.gathering.reshards or any(unit.common for unit in self.sharding.units):
             (stepped,) = combine_facts([], [stepped], None, self.sharding.group).flags
         if stepped:
             self.sharding.publish()
