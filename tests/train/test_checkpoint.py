@@ -467,6 +467,35 @@ def test_what_could_not_be_given_back_is_refused_by_name_when_it_is_saved(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+class Numbered(torch.optim.SGD):
+    """Keeps two values of each parameter by number."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] |= {0: param.clone(), 1: 2.0}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_values_that_an_optimizer_keeps_by_number_are_refused_on_all_ranks(tmp_path, stage):
+    """They came out of `full_state_dict` under strings, with whatever was in memory."""
+    def body(world):
+        loss = lambda model, batch: (model(batch).square().sum(), batch.shape[0])
+        torch.manual_seed(0)
+        engine = rl.prepare(nn.Linear(4, 4, bias=False), loss=loss, world=world, optimizer=Numbered, stage=stage)   # all on rank 0
+        engine.step(torch.ones(4, 4))
+        with pytest.raises(ConfigError, match="optimizer state 0 of weight is a Tensor under a key of class int"):
+            engine.full_state_dict()
+        with pytest.raises(ConfigError, match="keeps a value of weight under 0, and .* such as '0'"):
+            engine.save(tmp_path)
+
+    rl.simulate(2, body)
+    assert not list(tmp_path.iterdir())
+
+
 class Counts(torch.optim.SGD):
     """Keeps a number that belongs to no parameter, from the start."""
 

@@ -133,7 +133,7 @@ def _exchange_inventories(optimizer: Optimizer, owners: Mapping[str, nn.Paramete
                           group: Group) -> Inventories:
     """What each rank has, of the parameters of which it has a slice and a state. A collective."""
     state = optimizer.state
-    described = {name: {key: _describe(value, owner) for key, value in state[owner].items()}
+    described = {name: {str(key): _describe(key, value, owner) for key, value in state[owner].items()}
                  for name, owner in owners.items() if owner in state and not slices[name].is_empty}
     mine = {name: StateInventory(slices[name].start, slices[name].stop, values) for name, values in described.items()}
     received = group.all_gather_object(mine, label="optimizer state")   # as JSON, so named tuples arrive as lists
@@ -141,7 +141,9 @@ def _exchange_inventories(optimizer: Optimizer, owners: Mapping[str, nn.Paramete
              for name, (start, stop, values) in each.items()} for each in received]
 
 
-def _describe(value: Any, owner: nn.Parameter) -> Described:
+def _describe(key: Any, value: Any, owner: nn.Parameter) -> Described:
+    if not isinstance(key, str):   # in JSON it would become one, by which nobody finds the value
+        return Described(f"{type(value).__name__} under a key of class {type(key).__name__}", None, False, None)
     if isinstance(value, Tensor):
         return Described(str(value.dtype).removeprefix("torch."), list(value.shape), value.shape == owner.shape, None)
     is_plain = isinstance(value, PLAIN_VALUES)
@@ -161,7 +163,7 @@ def _expect_one_whole(inventories: Inventories, slices: Mapping[str, ParameterSl
         for key, described in expected.items():
             if described.kind is not None and described.shape is None:
                 raise ConfigError(f"optimizer state {key} of {name} is a {described.kind}, which cannot be gathered; "
-                                  "keep tensors, numbers, strings or None")
+                                  "keep tensors, numbers, strings or None, under keys that are strings")
         for at, inventory in holders.items():
             if _kinds(inventory.values) != _kinds(expected):
                 raise ModelMismatch(f"rank {group.ranks[at]}: the optimizer state of {name} is {_listed(inventory.values)}, but on rank "

@@ -154,6 +154,10 @@ def _expect_keepable(state: TrainingState) -> None:
                           "keep it as a buffer, or in `get_extra_state`")
     if problem := stray_state(state):
         raise ConfigError(problem)
+    for item in _optimizer_values(state):
+        if not isinstance(item.key, str):
+            raise ConfigError(f"the optimizer keeps a value of {item.owned.name} under {item.key!r}, and the file's names are strings: "
+                              f"keep it under one, such as {str(item.key)!r}")
 
 
 def _listed(value: Any) -> Any:
@@ -187,7 +191,7 @@ def _together(world: World, work: Callable[[], T], *, label: str, error: type[Ra
 class OptimizerValue(NamedTuple):
     """What an optimizer has under one key for one parameter. owned: what this rank has of the parameter"""
 
-    key: str
+    key: Any   # a string, in what can be saved
     value: Any
     owned: ParameterSlice
     owner: nn.Parameter
@@ -195,7 +199,7 @@ class OptimizerValue(NamedTuple):
     @property
     def saved_name(self) -> str:
         """KEY/NAME. Only the parameter's name may have a slash in it."""
-        return f"{quote(self.key, safe='')}/{self.owned.name}"
+        return f"{quote(str(self.key), safe='')}/{self.owned.name}"
 
 
 def _optimizer_values(state: TrainingState) -> Iterator[OptimizerValue]:
@@ -210,7 +214,7 @@ def _optimizer_values(state: TrainingState) -> Iterator[OptimizerValue]:
 def _optimizer_parts(state: TrainingState) -> Iterator[Part]:
     """The parts of the tensors among the optimizer's values. A collective."""
     tensors = [item for item in _optimizer_values(state) if isinstance(item.value, Tensor)]
-    single = {item.key for item in tensors if item.value.numel() == 1 != item.owner.numel()}
+    single = {str(item.key) for item in tensors if item.value.numel() == 1 != item.owner.numel()}
     single_keys = set().union(*state.world.all_gather_object(sorted(single), label="numbers per tensor in optimizer state"))
     for item in tensors:
         yield from _parts_of(state, item, single_keys)
