@@ -1,5 +1,7 @@
 """Models on the meta device: the same values on any number of ranks at any stage, and never more than a unit of them at once."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -230,6 +232,23 @@ def test_a_complex_parameter_that_the_function_does_not_write_is_named():
 
     with pytest.raises(ConfigError, match="gave 1 tensors no values, or not all: turn"):
         rl.simulate(2, body)
+
+
+class Bounded(nn.Linear):
+    """With a buffer of bounds, at first infinite: their sum is NaN."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("bounds", torch.tensor([-math.inf, math.inf]))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_infinities_of_both_signs_are_values(stage):
+    def fill(name, tensor):
+        tensor.copy_(torch.tensor([-math.inf, math.inf])) if name == "bounds" else tensor.fill_(1.0)
+
+    found = rl.simulate(2, lambda world: values(engine_of(on_meta(Bounded), world, stage, initialize=fill)))
+    assert [state["bounds"].tolist() for state in found] == [[-math.inf, math.inf]] * 2
 
 
 def test_a_module_that_cannot_fill_itself_is_named():

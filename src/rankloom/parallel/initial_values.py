@@ -85,7 +85,7 @@ class InitialValues:
         if (given.shape, given.dtype, given.data_ptr()) != (whole.shape, whole.dtype, whole.data_ptr()):
             self.problems.append(f"{self._option} made {name} another tensor, of shape {tuple(given.shape)} and {given.dtype}; it must "
                                  f"write into the one that it is given, of shape {tuple(whole.shape)} and {whole.dtype}")
-        elif has_nan(whole.dtype) and whole.sum().isnan():
+        elif has_nan(whole.dtype) and whole.sum().isnan() and whole.isnan().any():   # the sum is quick; that of two infinities is NaN too
             self._unfilled.append(name)
 
 
