@@ -412,6 +412,18 @@ def test_units_tell_their_memory_apart():
 
 # ---------------------------------------------------------------------- evaluation with what batches there are
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_batch_may_be_none_where_the_loss_has_rows_of_its_own(stage):
+    def body(world):
+        own = share(make_turns()[0], world.rank, world.size)
+        engine = rl.prepare(make_blocky(), loss=lambda model, batch: loss_sum(model, own), optimizer=adamw, world=world, stage=stage)
+        return engine.evaluate([None] * world.rank).loss   # rank 0 brings no batch
+
+    with torch.no_grad():
+        total, count = loss_sum(make_blocky(), share(make_turns()[0], 1, 2))
+    assert rl.simulate(2, body) == pytest.approx([total.item() / count] * 2, rel=1e-12)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "rankloom"])
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize("stage", [1, 3])

@@ -60,16 +60,16 @@ class ShardedPlacement(Placement):
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Where a forward gathers parameters or sends rows to experts, ranks without a batch take part too: parallel/sections/follow.py."""
-        pending, sharding = iter(batches), self.sharding
+        pending, ended, sharding = iter(batches), object(), self.sharding   # a batch may be None, where a loss draws its own rows
         if not sharding.gathering.reshards:   # then parameters are gathered once for all forwards
             sharding.make_ready()
         alone = not (sharding.gathers_in_forward or sharding.guide.layers)
         while True:
-            batch = next(pending, None)
-            someone, everyone = (batch is not None, True) if alone else sharding.guide.who_has(batch is not None)
+            is_here = (batch := next(pending, ended)) is not ended
+            someone, everyone = (is_here, True) if alone else sharding.guide.who_has(is_here)
             if not someone:
                 return
-            if batch is None:
+            if not is_here:
                 sharding.follow()
                 continue
             with sharding.followed(not everyone):
