@@ -1668,7 +1668,7 @@ def test_what_a_model_is_called_with_comes_in_the_format_it_computes_in():
     assert rl.simulate(2, body) == [(torch.bfloat16, {torch.float32})] * 2
 
 
-@pytest.mark.parametrize("units", [True, "all", None, [Block], 3.5], ids=str)
+@pytest.mark.parametrize("units", [True, "all", None, [Block], ("Block",), (Block, None), 3.5], ids=str)
 def test_units_that_are_no_policy_are_an_error(units):
     with pytest.raises(ConfigError, match=r"is no way to cut a model"):
         rl.simulate(2, lambda world: rl.fully_shard(made(), world, units=units))

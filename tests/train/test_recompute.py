@@ -794,6 +794,15 @@ def test_blocks_of_named_classes_are_those_that_can_be_called():
                 units=nn.ModuleDict, **options))
 
 
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"compile": True}, {"stage": 3}], ids=str)
+def test_names_of_classes_are_no_classes_of_blocks(options):
+    """Other libraries take names; here torch said that the second argument of isinstance must be a type."""
+    model = Pairs(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    with pytest.raises(rl.ConfigError, match=r"units=\('Linear',\) is no way to cut a model: give .* a module class or a tuple of them"):
+        rl.simulate(1, lambda world: rl.prepare(model, loss=lambda model, x: (model(x).sum(), len(x)), world=world, units=("Linear",),
+                                                optimizer=partial(torch.optim.SGD, lr=0.1), **options))
+
+
 def test_blocks_in_lists_of_lists_are_blocks():
     model = Pairs(lambda: nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
     assert list(blocks_of(model)) == ["pairs.0.0", "pairs.0.1", "pairs.1.0", "pairs.1.1"]

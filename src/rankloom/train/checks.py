@@ -21,7 +21,7 @@ from rankloom.parallel.axes import axes_of
 from rankloom.parallel.context.rows import RING, expect_kind
 from rankloom.parallel.replicas.equal_start import expect_same_values, expect_same_values_in
 from rankloom.parallel.replicas.refused import expect_fresh, expect_no_sync_batch_norm
-from rankloom.parallel.sections.wrapping import Policy, comparable, section_names
+from rankloom.parallel.sections.wrapping import Policy, comparable, expect_policy, section_names
 from rankloom.parallel.tensor.apply import expect_overlap, expect_plan
 from rankloom.parallel.zero import STAGES, expect_counts
 from rankloom.train.batch_size import LOGICAL_SHARDS
@@ -146,6 +146,7 @@ def check_axes(model: nn.Module, world: World, context: str, tensor_plan: Mappin
 def check_blocks(model: nn.Module, world: World, stage: int, units: Policy, changes_blocks: bool, *, recompute: str | int) -> None:
     """Check that the model has the blocks and sections that options name, unless a split replaces modules first."""
     parse_policy(recompute)
+    expect_policy(units)
     if changes_blocks and not is_split(world):
         blocks_of(model, classes_in(units))
     if stage and not is_split(world):

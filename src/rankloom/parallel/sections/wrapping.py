@@ -32,6 +32,19 @@ def comparable(policy: Policy) -> Any:
     return policy if isinstance(policy, str | int | type | tuple) else "a function"
 
 
+def expect_policy(policy: Any) -> None:
+    """Raise ConfigError for what is no `Policy`."""
+    if isinstance(policy, bool | str):
+        is_one = policy == AUTO
+    elif isinstance(policy, tuple):
+        is_one = all(isinstance(kind, type) for kind in policy)
+    else:
+        is_one = isinstance(policy, int | type) or callable(policy)
+    if not is_one:
+        raise ConfigError(f"units={policy!r} is no way to cut a model: give 'auto', a module class or a tuple of them, a number of "
+                          "parameters, or a function")
+
+
 def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
     """Full names of the modules that are sections, the root ("") first, then in the order of the model.
 
@@ -40,13 +53,11 @@ def section_names(model: nn.Module, policy: Policy = AUTO) -> list[str]:
             of (name, module), or of the module alone: modules for which it returns true
     raises: ConfigError when classes or a function find no module, or for what is not a policy
     """
+    expect_policy(policy)
     named = dict(model.named_modules())
     if policy == AUTO:
         blocks = set(repeated_blocks(model))
         found = [name for name in named if name in blocks]
-    elif isinstance(policy, bool | str) or not (isinstance(policy, int | type | tuple) or callable(policy)):
-        raise ConfigError(f"units={policy!r} is no way to cut a model: give 'auto', a module class or a tuple of them, a number of "
-                          "parameters, or a function")
     elif isinstance(policy, int):
         found = _by_size(model, policy)
     elif isinstance(policy, type | tuple):
