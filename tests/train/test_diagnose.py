@@ -467,6 +467,31 @@ def test_what_is_more_than_the_trained_parameters_is_not_copied_and_stays_as_for
     assert (large == 3.0).all() and not (trained == 3.0).any()
 
 
+class Doubles(nn.Linear):
+    """Doubles its weight when it is first called, and notes that it did."""
+
+    def __init__(self, double):
+        super().__init__(4, 2)
+        self.double, self.is_doubled = double, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_doubled:
+            with torch.no_grad():
+                self.double(self.weight)
+        self.is_doubled = True
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("double", [
+    lambda w: w.mul_(2), lambda w: w.data.mul_(2), lambda w: w.detach().mul_(2), lambda w: w.view(-1).mul_(2),
+    lambda w: [row.mul_(2) for row in w.unbind()], lambda w: torch.mul(w, 2, out=w), lambda w: torch._foreach_mul_([w], 2)],
+    ids=["in place", "data", "detached", "view", "rows", "out", "list"])
+def test_a_trained_parameter_that_the_first_forward_writes_is_written_once(double):
+    model = Doubles(double)
+    (_, trained), = probed(0, model, lambda model, x: (model(x).sum() * 0, len(x)), p=1)
+    assert torch.equal(trained.weight, 2 * model.weight)
+
+
 class Grows(nn.Module):
     """Keeps the largest values in a buffer that its first forward makes: observers for quantization do."""
 

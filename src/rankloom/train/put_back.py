@@ -64,17 +64,22 @@ class _Written(TorchFunctionMode):
         self._trained = {id(param) for param in model.parameters() if param.requires_grad}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if args and _may_write(func):
-            for param in args[0] if isinstance(args[0], list | tuple) else args[:1]:
-                if id(param) in self._trained and param not in self.old and has_memory(param):
-                    self.old[param] = param.detach().clone()
-        return func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        for target in (*(args[:1] if _may_write(func) else ()), given.get("out")):
+            for tensor in target if isinstance(target, list | tuple) else (target,):
+                self._keep(tensor)
+                self._keep(getattr(tensor, "_base", None))   # of a view
+        return func(*args, **given)
+
+    def _keep(self, tensor: Any) -> None:
+        if id(tensor) in self._trained and tensor not in self.old and has_memory(tensor):
+            self.old[tensor] = tensor.detach().clone()
 
 
 def _may_write(func: Any) -> bool:
-    """Whether it is `mul_` or another such function, `x *= y`, `x[...] = y`, or access to `x.data`."""
+    """Whether it may write to its first argument: `mul_` or another such function, `x *= y`, `x[...] = y`, `x.data` or `x.detach()`."""
     name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
-    return name == "data" or name == "__setitem__" or re.fullmatch(r"(?!__).*[^_]_|__i\w+__", name) is not None
+    return name in ("data", "detach", "__setitem__") or re.fullmatch(r"(?!__).*[^_]_|__i\w+__", name) is not None
 
 
 def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
