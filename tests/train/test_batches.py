@@ -259,6 +259,26 @@ def test_micro_batches_that_cannot_be_cut_train_as_on_one_process_and_drop_alike
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)   # sums in another order
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:a batch without tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("p", [1, 2])
+def test_a_nested_tensor_is_a_batch_that_cannot_be_cut(p, layout):
+    rows = [torch.full((n, 4), 1.0 + n, dtype=torch.float64) for n in (2, 5, 1, 3)]
+    plain = nn.Linear(4, 4).double()
+    models = [copy.deepcopy(plain) for _ in range(p)]
+
+    def loss(model, batch):
+        return sum(part.square().sum() for part in model(batch).unbind()), sum(map(len, batch.unbind()))
+
+    def body(world):
+        engine = rl.prepare(models[world.rank], loss=loss, optimizer=lambda q: torch.optim.SGD(q, lr=0.1), world=world)
+        return engine.step(torch.nested.nested_tensor(rows[world.rank :: p], layout=layout)).loss
+
+    with torch.no_grad():
+        expected = plain(torch.cat(rows)).square().sum().item() / 11
+    assert rl.simulate(p, body) == pytest.approx([expected] * p, rel=1e-12)
+
+
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_nan_in_a_batch_that_cannot_be_cut_is_named(pieces):
     def body(world):

@@ -5,7 +5,8 @@ dim 0. Numpy arrays of the same length are cut by rows too, and so are lists and
 no tensor says how many rows there are, numpy arrays do. Anything else goes unchanged into every micro-batch. Micro-batches of unequal
 length do not fit in one batch: pass them already cut.
 
-A batch without such rows (a graph and its edges, packed tokens, boxes) is never cut: it is one micro-batch, and counts as one row.
+A batch without such rows (a graph and its edges, packed tokens, boxes, nested tensors) is never cut: it is one micro-batch, and counts as
+one row.
 """
 
 from collections import UserDict
@@ -106,8 +107,9 @@ def rows_if_any(batch: Any) -> int | None:
 
 
 def _lengths(batch: Any) -> list[int]:
-    """The length of dim 0 of each tensor, or of each numpy array if there is no tensor; -1 of one without dims."""
-    return [x.shape[0] if x.ndim else -1 for x in all_of(Tensor, batch) or all_of(np.ndarray, batch)]
+    """The length of dim 0 of each tensor, or of each numpy array if there is no tensor; -1 of one without dims, and of a nested tensor."""
+    return [x.shape[0] if x.ndim and not getattr(x, "is_nested", False) else -1
+            for x in all_of(Tensor, batch) or all_of(np.ndarray, batch)]
 
 
 def cut_batch(batch: Any, microbatches: int, rank: int) -> list[Any]:

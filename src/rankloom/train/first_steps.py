@@ -95,7 +95,7 @@ def compare_rows(sharing: Group, dealt: Group, batch: Any) -> None:
     """
     if sharing.size == dealt.size == 1:
         return
-    tensors = [t if t.layout in (torch.strided, torch.jagged) else t.to_dense() for t in all_of(Tensor, batch)]
+    tensors = [part for t in all_of(Tensor, batch) for part in (t.unbind() if t.is_nested else [t.to_dense()])]
     described = [[list(tensor.shape), digest(tensor)] for tensor in tensors]
     if sharing.size > 1:
         _expect_same_rows(sharing, described)
