@@ -315,6 +315,46 @@ def test_a_stage_may_take_gradients_of_its_own(keep_graph):
     expect_equal(results, one_process(build(), loss, batches))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_stage_may_take_gradients_of_its_own_in_its_backward(name):
+    """An implicit layer: z = tanh(layer z + x). A hook solves for the gradient of x, and takes gradients towards z only."""
+    def implicit(layer, x):
+        with torch.no_grad():
+            z = x
+            for _ in range(3):
+                z = (layer(z) + x).tanh()
+        z, start = (layer(z) + x).tanh(), z.requires_grad_()
+        again = (layer(start) + x).tanh()
+
+        def solve(grad):
+            return sum(torch.autograd.grad(again, start, grad, retain_graph=True)) + grad
+
+        z.register_hook(solve)
+        return z
+
+    def build():
+        below, layer = linear(4, 4), linear(4, 4)
+        return [({"below": below}, below), ({"layer": layer}, partial(implicit, layer))]
+
+    loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.full((2, 4), i / 4, dtype=torch.float64), None) for i in range(3)]
+    results = rl.simulate(2, lambda w: run(w, build, loss, send_gradients_first(make_schedule(name, 2, 3)), batches, steps=2))
+    expect_equal(results, one_process(build(), loss, batches))
+
+
+def test_a_stage_may_go_backward_in_its_forward():
+    def early(first, x):
+        first(x.detach().requires_grad_()).square().sum().backward()
+        return first(x)
+
+    def build():
+        below, first = linear(4, 4), linear(4, 4)
+        return [({"below": below}, below), ({"first": first}, partial(early, first))]
+
+    loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.full((2, 4), i / 4, dtype=torch.float64), None) for i in range(3)]
+    results = rl.simulate(2, lambda w: run(w, build, loss, make_schedule("zb-h1", 2, 3), batches))
+    expect_equal(results, one_process(build(), loss, batches))
+
+
 @pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("zb-v", 2)])
 def test_the_first_layer_of_a_stage_may_work_in_place(name, ranks):
     def build():

@@ -154,7 +154,6 @@ class Pipeline:
         products: list[Product] = []
         with deferring(products) if stage in self.schedule.split else nullcontext():
             outputs, losses = self._compute(stage, m, [received(x) for x in inputs] if stage else inputs)
-        products.clear()   # a stage may call autograd.grad inside its forward; those products must not reach the weights
         if torch.is_grad_enabled():
             self._live[stage, m] = _Live(inputs, outputs, losses, products)
         if stage < self.schedule.stages - 1:

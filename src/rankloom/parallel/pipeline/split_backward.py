@@ -4,7 +4,7 @@ Nearly all the cost of weight gradients is one matrix product for each linear la
 `F.linear` on a trained weight is replaced by one whose backward computes the input gradient, and only notes the two factors of the weight
 gradient. `finish_products` multiplies them. Nothing is computed twice, and all else that autograd kept is freed by the first part.
 Gradients of norms, biases and embeddings are cheap, and not deferred. The first part runs under `deferring` too, for blocks that recompute
-their forward in backward.
+their forward in backward, or ask `torch.autograd.grad` there, as implicit layers do.
 
 source: Qi et al. 2023
 """
@@ -36,9 +36,19 @@ class deferring(TorchFunctionMode):
         self.products = products
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is not F.linear:
-            return func(*args, **(kwargs or {}))
-        return self._linear(*args, **(kwargs or {}))
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        if func is torch.autograd.grad:
+            return self._grad(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _grad(self, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """`torch.autograd.grad`, which adds nothing to the gradients of weights: the products of its backward are dropped."""
+        made = len(self.products)
+        try:
+            return torch.autograd.grad(outputs, inputs, *args, **options)
+        finally:
+            del self.products[made:]
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # Not under autocast, which casts for the plain function only; not for a weight computed from others, which needs its graph; not
