@@ -123,6 +123,23 @@ def test_what_cannot_be_deferred_goes_the_plain_way(what):
     assert products == []
 
 
+@pytest.mark.parametrize("what", ["torch.func", "a bias of one row", "a bias of several rows"])
+def test_what_autograd_knows_and_a_deferred_layer_does_not_goes_the_plain_way(what):
+    weight, bias = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(1 if what == "a bias of one row" else 2, 3))
+    x, products = torch.randn(2, 3, requires_grad=True), []
+
+    def run():
+        if what == "torch.func":
+            return torch.func.grad(lambda y: F.linear(y, weight).tanh().sum())(x)
+        return F.linear(x, weight, bias)
+
+    expected = torch.autograd.grad(run().square().sum(), [x, weight])
+    with deferring(products):
+        out = run()
+    out.square().sum().backward()
+    assert products == [] and torch.equal(x.grad, expected[0]) and torch.equal(weight.grad, expected[1])
+
+
 def test_under_autocast_the_plain_way_is_taken():
     layer, products = nn.Linear(3, 3), []
     with torch.autocast("cpu", torch.bfloat16), deferring(products):

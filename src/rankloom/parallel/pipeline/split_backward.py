@@ -52,10 +52,12 @@ class deferring(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # Not under autocast, which casts for the plain function only; not for a weight computed from others, which needs its graph; not
-        # where the input needs no gradient, so that there is no first part; not for a single vector, which is no product of matrices; nor
-        # for a weight with hooks of the user's, which must see the sum over all its uses, and once.
+        # where the input needs no gradient, so that there is no first part; not for a single vector, which is no product of matrices; not
+        # for a weight with hooks of the user's, which must see the sum over all its uses, and once; nor inside torch.func, or with a bias
+        # of several rows, which autograd knows and `_Linear` does not.
         trained = weight.is_leaf and weight.requires_grad and input.requires_grad and torch.is_grad_enabled()
-        if not trained or is_hooked_by_others(weight) or min(input.dim(), weight.dim()) < 2 or torch.is_autocast_enabled(input.device.type):
+        known = min(input.dim(), weight.dim()) > 1 and (bias is None or bias.dim() < 2) and not is_hooked_by_others(weight)
+        if not (trained and known) or torch.is_autocast_enabled(input.device.type) or torch._C._are_functorch_transforms_active():
             return F.linear(input, weight, bias)
         out: Tensor = _Linear.apply(input, bias, [weight], self.products)   # type: ignore[no-untyped-call]
         return out
