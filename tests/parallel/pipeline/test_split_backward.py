@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradients import gradients
+from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import hook_gradient
 from rankloom.parallel.pipeline.split_backward import deferring, finish_products
 
@@ -138,6 +139,17 @@ def test_what_autograd_knows_and_a_deferred_layer_does_not_goes_the_plain_way(wh
         out = run()
     out.square().sum().backward()
     assert products == [] and torch.equal(x.grad, expected[0]) and torch.equal(weight.grad, expected[1])
+
+
+def test_whoever_asks_for_the_gradient_of_a_deferred_weight_is_told_how_to_get_it():
+    layer, x, products = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True), []
+    for inputs in (layer.weight, [x, layer.weight]):
+        with deferring(products), pytest.raises(ConfigError, match=r"gradient of a weight of shape \(3, 3\), .*weight.register_hook"):
+            torch.autograd.grad(layer(x).sum(), inputs, allow_unused=True)
+    layer.weight.register_hook(lambda grad: grad)
+    with deferring(products):
+        asked = torch.autograd.grad(layer(x).sum(), layer.weight)[0]
+    assert torch.equal(asked, torch.full((3, 3), 2.0)) and products == [] and layer.weight.grad is None
 
 
 def test_under_autocast_the_plain_way_is_taken():

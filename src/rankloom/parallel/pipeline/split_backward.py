@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from rankloom.base.errors import ConfigError
 from rankloom.base.hooks import is_hooked, is_hooked_by_others
 
 
@@ -34,6 +35,7 @@ class deferring(TorchFunctionMode):
     def __init__(self, products: list[Product]):
         super().__init__()
         self.products = products
+        self.hidden = set[int]()   # ids of the weights of these layers
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is F.linear:
@@ -44,6 +46,11 @@ class deferring(TorchFunctionMode):
 
     def _grad(self, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """`torch.autograd.grad`, which adds nothing to the gradients of weights: the products of its backward are dropped."""
+        for x in inputs if isinstance(inputs, tuple | list) else [inputs]:
+            if id(x) in self.hidden:
+                raise ConfigError(f"a stage asks torch.autograd.grad for the gradient of a weight of shape {tuple(x.shape)}, which its "
+                                  "backward computes later than all others. Give the weight a hook, such as "
+                                  "`weight.register_hook(lambda grad: grad)`: then it does not")
         made = len(self.products)
         try:
             return torch.autograd.grad(outputs, inputs, *args, **options)
@@ -59,6 +66,7 @@ class deferring(TorchFunctionMode):
         known = min(input.dim(), weight.dim()) > 1 and (bias is None or bias.dim() < 2) and not is_hooked_by_others(weight)
         if not (trained and known) or torch.is_autocast_enabled(input.device.type) or torch._C._are_functorch_transforms_active():
             return F.linear(input, weight, bias)
+        self.hidden.add(id(weight))
         out: Tensor = _Linear.apply(input, bias, [weight], self.products)   # type: ignore[no-untyped-call]
         return out
 
