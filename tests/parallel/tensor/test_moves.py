@@ -78,6 +78,21 @@ def test_the_value_stays_and_the_gradient_comes_back(src, dst, shape):
         torch.testing.assert_close(collect(gradients, src.gradient()), slope, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("src", "dst"), [step for step in STEPS if collective(*step.values, AXIS).kind != "nothing"])
+def test_what_has_moved_may_be_changed_in_place(src, dst, rows):
+    def body(world):
+        x = spread(numbers((rows, 4, 6), 1), src, world.rank, 2).requires_grad_()
+        found = []
+        for change in (lambda y: y.add_(1.0).square_(), lambda y: (y + 1.0).square()):
+            change(redistribute(x * 1, src, dst, world, label="move")).sum().backward()
+            found.append(x.grad)
+            x.grad = None
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+
+    rl.simulate(2, body)
+
+
 @pytest.mark.parametrize("dst", [BY_TOKENS, BY_WIDTH])
 def test_what_cannot_be_split_is_refused_by_all_ranks_with_the_reason(dst):
     x = torch.zeros(2, 7, 9)

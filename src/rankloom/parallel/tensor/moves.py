@@ -132,7 +132,7 @@ def _carry_out(move: Move, x: Tensor, way: _Way, direction: str) -> Tensor:
             return _with_dim_first(x, dim, lambda rows: group.reduce_scatter(rows, label=label))
         case "slice":
             expect_even(x.shape[dim], str(move.dim), x, group, label)
-            return x.chunk(group.size, dim)[group.rank].contiguous()
+            return x.chunk(group.size, dim)[group.rank].clone(memory_format=torch.contiguous_format)
         case "pad":
             return _padded(x, dim, group)
         case "all_to_all":
@@ -144,9 +144,9 @@ def _carry_out(move: Move, x: Tensor, way: _Way, direction: str) -> Tensor:
 
 def _with_dim_first(x: Tensor, dim: int, run: Any) -> Tensor:
     """Collectives cut and join along dim 0, so move `dim` there and back."""
-    if x.shape[:dim].numel() == 1:   # a view moves it without a copy
+    if x.shape[:dim].numel() == 1:   # moved without a copy
         flat = run(x.contiguous().view(x.shape[dim:]))
-        return flat.view(*x.shape[:dim], *flat.shape)
+        return torch.ops.aten._unsafe_view(flat, [*x.shape[:dim], *flat.shape])   # not a view: models may add to it in place
     return run(x.movedim(dim, 0).contiguous()).movedim(0, dim).contiguous()   # type: ignore[no-any-return]
 
 
