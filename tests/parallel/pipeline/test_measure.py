@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from rankloom.base.errors import LossError
 from rankloom.models.config import GPTConfig, MoEConfig
 from rankloom.models.gpt import GPT
 from rankloom.models.moe import MoE
 from rankloom.models.pieces import gpt_answer, gpt_pieces
 from rankloom.parallel.pipeline import measure
 from rankloom.parallel.pipeline.actions import COMPUTES, Schedule, parse_action
-from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
+from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages, pieces_of
 from rankloom.parallel.pipeline.draw import as_svg
 from rankloom.parallel.pipeline.measure import (
     MeasuredMessage,
@@ -92,6 +93,15 @@ def test_modules_that_were_measured_have_counted_nothing():
     rl.simulate(1, lambda world: measure_pieces(pieces, BATCH, lambda y, _: (y.sum(), 1), world))
     assert layer.routed is None and layer.auxiliary is None and counting.calls == 0
     torch.testing.assert_close(norm.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_loss_that_is_a_mean_is_refused_where_pieces_are_measured():
+    """As where a pipeline runs: the example comes first."""
+    def body(world):
+        with pytest.raises(LossError, match=r"rank \d: example .* returned one tensor of shape \(\), expected \(sum, count\)"):
+            measure_pieces(pieces_of(nn.Sequential(nn.Linear(2, 2)), "0"), (torch.ones(3, 2), None), lambda y, _: y.mean(), world)
+
+    rl.simulate(2, body)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3])

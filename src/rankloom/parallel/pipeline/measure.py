@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from rankloom.base.loss import sum_and_count
 from rankloom.parallel.pipeline.actions import COMPUTES, Action
 from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
 from rankloom.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline, received
@@ -48,11 +49,12 @@ def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, 
     """Time the pieces one after the other: medians over turns and ranks, the same on every rank, so that all cut alike. A collective.
 
     microbatch: one as in training; the loss counts as part of the last piece. Modules are left as they were.
+    raises:     LossError
     """
     stages = [Stage([piece]) for piece in pieces]
     with _on_trial(nn.ModuleList(stages)):
-        _one_turn(stages, microbatch, loss, group.device)   # warms up
-        turns = [_one_turn(stages, microbatch, loss, group.device) for _ in range(TURNS)]
+        _one_turn(stages, microbatch, loss, group)   # warms up
+        turns = [_one_turn(stages, microbatch, loss, group) for _ in range(TURNS)]
     everyone = group.all_gather_object(_medians(turns), label="measured pieces")
     return _medians(everyone)
 
@@ -171,13 +173,13 @@ def _on_trial(whole: nn.Module) -> Iterator[None]:
             attributes.update(earlier)
 
 
-def _one_turn(stages: Sequence[Stage], microbatch: MicroBatch, loss: Loss, device: torch.device) -> list[MeasuredPiece]:
+def _one_turn(stages: Sequence[Stage], microbatch: MicroBatch, loss: Loss, group: Group) -> list[MeasuredPiece]:
     """Run the pieces once, one after the other, and time each."""
     values, targets = microbatch
     measured = []
     for number, stage in enumerate(stages):
-        last = (lambda output: loss(output, targets)[0]) if number == len(stages) - 1 else None
-        values, piece = _time_piece(stage, values, last, device)
+        last = (lambda output: sum_and_count(loss(output, targets), group.where("example"))[0]) if number == len(stages) - 1 else None
+        values, piece = _time_piece(stage, values, last, group.device)
         measured.append(piece)
     return measured
 
