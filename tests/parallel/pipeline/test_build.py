@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 import rankloom as rl
+from rankloom.base.errors import ConfigError
 from rankloom.models.config import GPTConfig
 from rankloom.models.pieces import gpt_answer, gpt_pieces
+from rankloom.parallel.pipeline.cut import pieces_of
 
 CONFIG = GPTConfig(vocab_size=19, seq_len=8, width=8, layers=4, heads=2, kv_heads=1, ffn=12, tie=True)
 
@@ -71,7 +73,7 @@ def test_where_models_differ_rank_0_s_values_win():
     assert loss == again == pytest.approx(expected, rel=1e-12) and torch.equal(table, other)
     pieces = lambda rank: [({"a": nn.Linear(1, 1 + rank)}, None), ({"b": nn.Linear(1, 1)}, None)]
     with pytest.raises(rl.ModelMismatch, match="rank 1 holds another model"):
-        rl.simulate(2, lambda w: rl.pipeline(pieces(w.rank), None, w, microbatches=2))
+        rl.simulate(2, lambda w: rl.pipeline(pieces(w.rank), len, w, microbatches=2))
 
 
 def test_modules_that_are_no_pieces_are_refused_in_words():
@@ -113,10 +115,26 @@ def test_micro_batches_that_are_no_pairs_are_refused_before_anything_runs(given,
 def test_more_stages_than_pieces_and_unknown_schedules_are_refused():
     pieces = [({"a": nn.Linear(1, 1)}, None)] * 2
     with pytest.raises(rl.ConfigError, match="3 stages for a model of 2 pieces"):
-        rl.simulate(3, lambda w: rl.pipeline(pieces, None, w, microbatches=2))
+        rl.simulate(3, lambda w: rl.pipeline(pieces, len, w, microbatches=2))
     with pytest.raises(rl.ConfigError, match="there is no schedule '1f1v'. Did you mean '1f1b'?"):
-        rl.simulate(2, lambda w: rl.pipeline(pieces, None, w, microbatches=2, schedule="1f1v"))
+        rl.simulate(2, lambda w: rl.pipeline(pieces, len, w, microbatches=2, schedule="1f1v"))
     with pytest.raises(rl.ConfigError, match="'zb-1p' with 2 stages on each rank: it is made for 1"):
-        rl.simulate(2, lambda w: rl.pipeline(pieces * 2, None, w, microbatches=2, schedule="zb-1p", chunks=2))
+        rl.simulate(2, lambda w: rl.pipeline(pieces * 2, len, w, microbatches=2, schedule="zb-1p", chunks=2))
     with pytest.raises(rl.ConfigError, match="'1f1b' with 2 stages on each rank"):
-        rl.simulate(2, lambda w: rl.pipeline(pieces, None, w, microbatches=2, chunks=2))
+        rl.simulate(2, lambda w: rl.pipeline(pieces, len, w, microbatches=2, chunks=2))
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"example": torch.ones(3, 4)}, "example: a micro-batch has two parts, .* this is a Tensor"),
+    ({"example": (torch.ones(2, 4),)}, "example: a micro-batch has two parts, .* this is a tuple"),
+    ({"loss": None}, "loss=None cannot be called"),
+    ({"device": "meta"}, "pieces on the meta device have no values to measure")])
+def test_what_cannot_be_measured_is_refused_before(given, said):
+    options = {"loss": lambda y, _: (y.sum(), 1), "example": (torch.ones(2, 4), None), "device": "cpu"} | given
+
+    def body(world):
+        layers = nn.Sequential(*(nn.Linear(4, 4, device=options["device"]) for _ in range(2)))
+        with pytest.raises(ConfigError, match=said):
+            rl.pipeline(pieces_of(layers, "01"), options["loss"], world, microbatches=2, example=options["example"])
+
+    rl.simulate(2, body)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 from torch import nn
 
@@ -37,9 +38,9 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     expect_type("group", group, Group, "a Group: the world that rl.init gives, world.group(axis), or rl.Group(process_group)")
     expect_type("memory", memory, (Real, type(None)), "a number of bytes")
     expect_pieces(pieces)
+    expect_callable("loss", loss, "a function of the last piece's output and the second part of a micro-batch")
     stages = group.size * stages_a_rank(schedule, chunks)
-    if example is None and memory is not None:
-        raise ConfigError(f"memory={memory!r} has no meaning without an example to measure the pieces with")
+    _expect_example(example, memory)
     measured = None if example is None else measure_pieces(pieces, example, loss, group)
     sizes = None if measured is None else sizes_by_measure(measured, stages, memory)
     costs = None if measured is None or sizes is None else stage_costs(measured, sizes)
@@ -50,8 +51,15 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     whole = nn.ModuleList(modules)
     if not any(param.is_meta for param in whole.parameters()):
         make_replicas_equal(whole, group)   # a tied parameter that differs would stay two
-    expect_callable("loss", loss, "a function of the last piece's output and the second part of a micro-batch")
     return Pipeline({stage: modules[stage] for stage in runs.held_by(group.rank)}, group, runs, loss, tied=tied, hooks=hooks)
+
+
+def _expect_example(example: Any, memory: float | None) -> None:
+    if example is None and memory is not None:
+        raise ConfigError(f"memory={memory!r} has no meaning without an example to measure the pieces with")
+    if example is not None and not (isinstance(example, tuple | list) and len(example) == 2):
+        raise ConfigError(f"example: a micro-batch has two parts, what the first piece is called with and what the loss compares with; "
+                          f"this is a {type(example).__name__}")
 
 
 def sizes_by_measure(measured: Sequence[MeasuredPiece], stages: int, memory: float | None = None) -> list[int]:

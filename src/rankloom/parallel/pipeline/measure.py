@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from rankloom.base.errors import ConfigError
 from rankloom.base.loss import sum_and_count
 from rankloom.parallel.pipeline.actions import COMPUTES, Action
 from rankloom.parallel.pipeline.cut import Piece, Stage, in_runs
@@ -49,10 +50,13 @@ def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, 
     """Time the pieces one after the other: medians over turns and ranks, the same on every rank, so that all cut alike. A collective.
 
     microbatch: one as in training; the loss counts as part of the last piece. Modules are left as they were.
-    raises:     LossError
+    raises:     LossError; ConfigError for a model without values
     """
     stages = [Stage([piece]) for piece in pieces]
-    with _on_trial(nn.ModuleList(stages)):
+    whole = nn.ModuleList(stages)
+    if any(param.is_meta for param in whole.parameters()):
+        raise ConfigError("example: pieces on the meta device have no values to measure them with; leave the example out")
+    with _on_trial(whole):
         _one_turn(stages, microbatch, loss, group)   # warms up
         turns = [_one_turn(stages, microbatch, loss, group) for _ in range(TURNS)]
     everyone = group.all_gather_object(_medians(turns), label="measured pieces")
