@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankloom.base.errors import ShapeMismatch
 from rankloom.base.loss import add_sum_over_rows
 from rankloom.models import loss as loss_module
 from rankloom.models.config import GPTConfig
@@ -120,6 +121,15 @@ def test_a_target_that_is_no_token_is_an_error_in_chunks_too(target, rows):
     targets[9] = target
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         chunked_cross_entropy(hidden, weight, targets, rows=rows)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("targets", [4, 7, 9, 16])
+def test_more_or_fewer_targets_than_tokens_are_an_error_in_chunks_too(targets, trains):
+    """With more, every chunk of tokens would find as many targets: those of other tokens, where rows are longer."""
+    hidden, weight = torch.ones(2, 4, 3, requires_grad=True), torch.ones(5, 3)
+    with torch.set_grad_enabled(trains), pytest.raises(ShapeMismatch, match=rf"targets of shape \({targets},\) .* each of 8 tokens"):
+        chunked_cross_entropy(hidden, weight, torch.ones(targets, dtype=torch.long), rows=4)
 
 
 def test_a_very_unlikely_target_has_a_large_loss_not_an_infinite_one():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankloom.base.errors import LossError
+from rankloom.base.errors import LossError, ShapeMismatch
 from rankloom.base.tensors import at_least_fp32
 
 Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]   # logits [n, V], targets [n] -> their summed loss, its gradient [n, V]
@@ -69,6 +69,18 @@ def add_sum_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left.float().T @ right.float()
     else:
         total += left.T @ right
+
+
+def as_rows(hidden: Tensor, targets: Tensor, where: str = "loss") -> tuple[Tensor, Tensor]:
+    """hidden [..., W] -> [N, W], and targets [...] -> [N].
+
+    raises: ShapeMismatch, beginning with `where`, unless there is one target for each: in chunks, nobody would miss the others
+    """
+    rows, wanted = hidden.flatten(0, -2), targets.flatten()
+    if len(rows) != len(wanted):
+        raise ShapeMismatch(f"{where}: targets of shape {tuple(targets.shape)} for hidden states of shape {tuple(hidden.shape)}, expected "
+                            f"one for each of {len(rows)} tokens")
+    return rows, wanted
 
 
 def chunk_rows(vocab_size: int, device: str) -> int:

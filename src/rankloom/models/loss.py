@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankloom.base.loss import IGNORE, ChunkedCrossEntropy, Kernel, chunk_rows
+from rankloom.base.loss import IGNORE, ChunkedCrossEntropy, Kernel, as_rows, chunk_rows
 from rankloom.base.tensors import at_least_fp32
 
 
@@ -72,8 +72,9 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *,
     hidden:  [..., W], weight: [V, W], targets: [...], -100 where not counted
     rows:    of `hidden` in a chunk; left out, chosen by device and vocabulary
     kernel:  `loss_and_gradient`, or a compiled version of it
+    raises:  ShapeMismatch unless there is one target for each row of `hidden`
     """
-    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    hidden, targets = as_rows(hidden, targets)
     if rows is None:
         rows = chunk_rows(weight.shape[0], hidden.device.type)
     if (hidden.shape[0] <= rows and kernel is None) or not torch.is_grad_enabled():

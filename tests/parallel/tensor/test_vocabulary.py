@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankloom as rl
-from rankloom.base.errors import DataError
+from rankloom.base.errors import DataError, ShapeMismatch
 from rankloom.parallel.tensor.holding import cut_padded
 from rankloom.parallel.tensor.vocabulary import VocabularyShard, split_cross_entropy
 
@@ -154,3 +154,14 @@ def test_the_loss_multiplies_once_for_each_chunk_and_once_more_for_each_gradient
         return products.count
 
     assert rl.simulate(2, body) == [2 * each] * 2
+
+
+@pytest.mark.parametrize("count", [4, 16])
+def test_more_or_fewer_targets_than_tokens_are_refused_by_all_ranks(count):
+    targets = torch.ones(count, dtype=torch.long)
+
+    def body(world):
+        with pytest.raises(ShapeMismatch, match=rf"rank {world.rank}: .* targets of shape \({count},\) .* each of 8 tokens"):
+            split_cross_entropy(torch.ones(8, 6), torch.ones(5, 6), targets, VocabularyShard.of(10, world), world, chunk=4)
+
+    rl.simulate(2, body)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from rankloom.base.errors import ConfigError, DataError
 from rankloom.base.layout import Layout
-from rankloom.base.loss import IGNORE, ChunkedCrossEntropy, chunk_rows
+from rankloom.base.loss import IGNORE, ChunkedCrossEntropy, as_rows, chunk_rows
 from rankloom.base.tensors import at_least_fp32
 from rankloom.parallel.tensor.compare import expect_alike
 from rankloom.parallel.tensor.holding import cut_padded
@@ -125,9 +125,9 @@ def split_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, shard: 
     chunk:   tokens at a time; chosen by device and vocabulary when left out
     sent:    3 numbers a token to each other rank, one message for each chunk; nothing backward
     memory:  from forward to backward, the gradients of hidden and weight, of what is not frozen: that of an fp16 weight in fp32
-    raises:  DataError for a target outside the vocabulary
+    raises:  DataError for a target outside the vocabulary, ShapeMismatch unless there is one for each row of `hidden`
     """
-    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    hidden, targets = as_rows(hidden, targets, group.where(label))
     shard.expect(targets[targets != IGNORE] if targets.device.type == "cpu" else targets, group.where(label))
     expect_alike(targets, TOKENS, group, f"{label}: targets")
     if chunk is None:
