@@ -276,6 +276,14 @@ def test_a_rank_that_cannot_write_beside_its_logs_still_tells_why_it_fails():
         launch(body, ranks=1)
 
 
+def test_an_error_that_names_a_file_of_any_bytes_is_told_and_logged():
+    """A name in Latin-1 is no text in UTF-8: Python reads it with half a surrogate pair for each byte that is none."""
+    body = TOLD + r"sys.exit(record_failure(rl.DataError('caf\udce9.txt: not UTF-8')))"
+    with pytest.raises(rl.DataError, match="^caf\udce9.txt: not UTF-8$"):
+        launch(body)
+    assert r"caf\udce9.txt" in Path("logs/rank-1.stderr.log").read_text()
+
+
 def test_where_no_temporary_folder_can_be_made_it_is_told(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
     with pytest.raises(rl.ConfigError, match="no temporary folder can be made .* name one in TMPDIR"):

@@ -45,8 +45,8 @@ class RankLogs(LogsSpecs):
 
     def add_traceback(self, rank: int, text: str) -> None:
         """Append its error to the log of a rank that left it to the launcher to show it."""
-        with contextlib.suppress(OSError), self.log(rank, "stderr").open("a") as log:
-            log.write(text)
+        with contextlib.suppress(OSError), self.log(rank, "stderr").open("ab") as log:
+            log.write(text.encode(errors="backslashreplace"))   # it may name a file whose name is no UTF-8
 
     def worth_reading(self, rank: int) -> str:
         """The log that may say why a rank ended: its stderr, or else its stdout."""
