@@ -316,6 +316,13 @@ def test_a_mistake_that_the_ranks_find_is_one_message_too(folder, here):
     assert "run folder: runs/bad" in done.stdout
 
 
+def test_a_file_named_as_a_module_of_python_in_the_current_folder_is_not_imported_by_ranks(folder, here):
+    """Nor does the command import it, which starts them."""
+    (folder / "queue.py").write_text("raise SystemError('no module of Python')")
+    done = here("train", "train.toml", "--mesh.replicate", "2", "--train.steps", "1", "--train.samples", "0")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def pipe(folder):
     """The path of a pipe with the config in it."""

@@ -32,7 +32,7 @@ from rankloom.world.agent import launch_ranks
 from rankloom.world.cluster import read_cluster, write_links
 from rankloom.world.connect import expect_room_here
 from rankloom.world.join import init
-from rankloom.world.launch import cores
+from rankloom.world.launch import RANKLOOM, cores
 
 MEANINGS = {
     "inside": "inside: on the longest path, in a node", "between": "between: on the longest path, between nodes",
@@ -81,7 +81,7 @@ def describe_machine(load: float) -> str:
 def launch(ranks: int, words: Sequence[str], folder: Path) -> tuple[int, Measured | None]:
     """Run `rankloom bench WORDS` on ranks of this machine. Returns the exit code, and the results if it is 0."""
     file = folder / f"ranks-{ranks}.json"
-    argv = [sys.executable, "-m", "rankloom", "bench", *words, f"--times={file}"]
+    argv = [*RANKLOOM, "bench", *words, f"--times={file}"]
     code = launch_ranks(ranks, argv, log_dir=folder / "logs" / f"ranks-{ranks}")
     if code:
         return code, None

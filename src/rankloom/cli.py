@@ -26,7 +26,7 @@ from rankloom.base.files import expanded, make_folder
 from rankloom.base.garbage import lasting
 from rankloom.base.text import not_drawn, printable, show_any_text, whole_number
 from rankloom.watch.progress import Progress, Screen, is_closed
-from rankloom.world.launch import cores, debug_mode, find_place, forget_plot_backend, record_failure
+from rankloom.world.launch import RANKLOOM, cores, debug_mode, find_place, forget_plot_backend, record_failure
 from rankloom.world.leave import handling_stop_signals, leave_at_once, leaving_on_signals
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _launch_ranks(config: "Config") -> None:
     expect_room_here(config.mesh.as_mesh().size, config.comm.backend)
     hold(run := claim_run_folder(config, datetime.now()))
     with no_empty_folder(run):
-        argv = [sys.executable, "-m", "rankloom", "train", str(write_run_config(config, run))]
+        argv = [*RANKLOOM, "train", str(write_run_config(config, run))]
     argv, summary = [*argv, f"--run.folder={run.parent}", f"--run.name={run.name}"], run / "summary.json"
     concluded = False
     try:
@@ -239,7 +239,7 @@ def scale(
         for n, of_run in plans.items():
             print(f"--- {n} {'rank' if n == 1 else 'ranks'}")
             write_config(of_run, of_n := folder / f"ranks-{n}.toml")
-            _run_child([sys.executable, "-m", "rankloom", "train", str(of_n)])
+            _run_child([*RANKLOOM, "train", str(of_n)])
     rows = scaling_rows([measure(folder / f"ranks-{n}", n) for n in plans])
     _show_scaling(rows, folder, title_of(config.model.preset, rows, weak=weak))
 

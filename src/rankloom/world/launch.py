@@ -18,6 +18,7 @@ from types import TracebackType
 from rankloom.base.errors import ConfigError
 from rankloom.world.failure import write_failure
 
+RANKLOOM = (sys.executable, "-P", "-m", "rankloom")   # how a command starts another; -P: imports nothing from the current folder
 LAUNCHED = "RANKLOOM_LAUNCHED"   # set in the ranks of world/agent.py: the command that launched them, as JSON
 OTHER_LAUNCHERS = "start the ranks with torchrun or srun"
 FIXED_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
