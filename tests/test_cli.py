@@ -387,6 +387,13 @@ def test_scale_launches_ranks_that_reach_the_same_losses_as_one_and_measures_tab
     assert sorted(p.name for p in (both / "events").iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"]
 
 
+def test_the_runs_of_a_study_lie_in_its_folder_also_where_a_shell_leaves_the_tilde_to_it(folder, here, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setattr(cli, "_run_child", lambda argv: sys.exit(load_config(argv[-1]).run.folder))
+    assert here("scale", "train.toml", "--ranks", "1", "--out=~/study").returncode == str(folder / "study")
+    assert here("schedule", "show", "1f1b", "--svg=~/drawn.svg").returncode == 0 and (folder / "drawn.svg").exists()
+
+
 def test_a_study_of_warm_up_only_is_refused_before_it_runs():
     with pytest.raises(rl.ConfigError, match="--steps 3: the first 3 steps of a run warm up"):
         cli.scale(Path("train.toml"), steps=3)

@@ -22,7 +22,7 @@ from cyclopts import App, Parameter
 from rankloom import __version__
 from rankloom.base.errors import ConfigError, RankFailed, RankloomError
 from rankloom.base.events import ignore
-from rankloom.base.files import expanded, make_folder
+from rankloom.base.files import expanded, make_folder, parse_path
 from rankloom.base.garbage import lasting
 from rankloom.base.text import not_drawn, printable, show_any_text, whole_number
 from rankloom.watch.progress import Progress, Screen, is_closed
@@ -43,6 +43,7 @@ SHOW_CURSOR = "\x1b[?25h"   # a rank that was killed while drawing leaves it hid
 ConfigFile = Annotated[Path, Parameter(allow_leading_hyphen=True)]   # a key in its place is told so
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True)]
 Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]   # a text may begin so
+Place = Annotated[Path, Parameter(converter=parse_path)]
 Whole = Annotated[int, Parameter(converter=whole_number)]   # cyclopts itself rounds 8.5
 
 app = App(
@@ -199,7 +200,7 @@ def _draw_loss(run: Path) -> str:
 @app.command
 def scale(
     file: ConfigFile, /, *overrides: Overrides, ranks: str = "1,2,4", steps: Whole = 20, weak: bool = False,
-    out: Path | None = None,
+    out: Place | None = None,
 ) -> None:
     """Measure how training scales with ranks: speed-up, efficiency, share of time in communication.
 
@@ -285,8 +286,8 @@ def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
 @app.command
 def bench(
     *, ranks: str | None = None, collective: str = "all_reduce", algorithm: str | None = None, sizes: str = "4KiB-64MiB",
-    dtype: str = "fp32", turns: Whole = 9, backend: str = "auto", topology: Path | None = None, save: Path | None = None,
-    out: Path | None = None, times: Annotated[Path | None, Parameter(show=False)] = None,
+    dtype: str = "fp32", turns: Whole = 9, backend: str = "auto", topology: Place | None = None, save: Place | None = None,
+    out: Place | None = None, times: Annotated[Path | None, Parameter(show=False)] = None,
 ) -> None:
     """Time our collectives and the backend's own at many sizes: which is the fastest at each size, and why.
 
@@ -388,7 +389,7 @@ def list_schedules() -> None:
 @schedule.command
 def show(
     name: str, /, *, stages: Whole | None = None, microbatches: Whole | None = None, chunks: Whole | None = None, costs: str | None = None,
-    svg: Path | None = None, trace: Path | None = None, save: Path | None = None,
+    svg: Place | None = None, trace: Place | None = None, save: Place | None = None,
 ) -> None:
     """Draw a schedule, check that it cannot deadlock, and show its bubble and memory.
 
@@ -420,7 +421,7 @@ def show(
 
 
 @app.command
-def layout(*settings: Overrides, ranks: Whole | None = None, ranks_per_host: Whole | None = None, out: Path | None = None) -> None:
+def layout(*settings: Overrides, ranks: Whole | None = None, ranks_per_host: Whole | None = None, out: Place | None = None) -> None:
     """Show what each rank of a mesh holds: its part of the model and of a batch, its peers, its bytes.
 
     Starts no ranks: it runs the code of a real run on ranks without memory.

@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,11 @@ def expanded(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:   # no such user, no $HOME
         raise DataError(f"{path}: there is no such home folder") from error
+
+
+def parse_path(kind: type, words: Sequence[Any]) -> Path:
+    """Parse a path from the command line, for cyclopts. Of `--out=~/x` a shell leaves the `~` as it is. words: one token"""
+    return expanded(words[0].value)
 
 
 @contextmanager
