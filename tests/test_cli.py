@@ -323,6 +323,14 @@ def test_a_file_named_as_a_module_of_python_in_the_current_folder_is_not_importe
     assert done.returncode == 0, done.stderr
 
 
+def test_ranks_and_runs_of_a_study_are_told_of_a_folder_that_is_called_as_the_word_that_removes_a_key(folder, here, monkeypatch):
+    monkeypatch.setattr("rankloom.world.agent.launch_ranks",
+                        lambda ranks, argv, **options: sys.exit(load_config(argv[5], argv[6:]).run.folder))
+    assert here("train", "train.toml", "--mesh.replicate", "2", "--run.folder", "./none").returncode == "none/"
+    monkeypatch.setattr(cli, "_run_child", lambda argv: sys.exit(load_config(argv[-1]).run.folder))
+    assert here("scale", "train.toml", "--ranks", "1", "--out", "none").returncode == "none/"
+
+
 @pytest.fixture
 def pipe(folder):
     """The path of a pipe with the config in it."""
@@ -390,7 +398,7 @@ def test_scale_launches_ranks_that_reach_the_same_losses_as_one_and_measures_tab
 def test_the_runs_of_a_study_lie_in_its_folder_also_where_a_shell_leaves_the_tilde_to_it(folder, here, monkeypatch):
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setattr(cli, "_run_child", lambda argv: sys.exit(load_config(argv[-1]).run.folder))
-    assert here("scale", "train.toml", "--ranks", "1", "--out=~/study").returncode == str(folder / "study")
+    assert here("scale", "train.toml", "--ranks", "1", "--out=~/study").returncode == f"{folder}/study/"
     assert here("schedule", "show", "1f1b", "--svg=~/drawn.svg").returncode == 0 and (folder / "drawn.svg").exists()
 
 

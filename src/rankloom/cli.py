@@ -139,14 +139,14 @@ def _launch_ranks(config: "Config") -> None:
     """Start the ranks of a run on this machine, and wait for them. They read the config in the run folder: its file may be a pipe, or be
     edited for the next run while they start."""
     with lasting():
-        from rankloom.train.run.folder import claim_run_folder, hold, no_empty_folder, write_run_config
+        from rankloom.train.run.folder import claim_run_folder, flag_of_folder, hold, no_empty_folder, write_run_config
         from rankloom.world.agent import launch_ranks
         from rankloom.world.connect import expect_room_here
     expect_room_here(config.mesh.as_mesh().size, config.comm.backend)
     hold(run := claim_run_folder(config, datetime.now()))
     with no_empty_folder(run):
         argv = [*RANKLOOM, "train", str(write_run_config(config, run))]
-    argv, summary = [*argv, f"--run.folder={run.parent}", f"--run.name={run.name}"], run / "summary.json"
+    argv, summary = [*argv, flag_of_folder(run.parent), f"--run.name={run.name}"], run / "summary.json"
     concluded = False
     try:
         code = launch_ranks(config.mesh.as_mesh().size, argv, log_dir=run / "logs", deterministic=bool(config.train.deterministic))

@@ -52,7 +52,7 @@ def test_a_study_is_short_and_does_nothing_after_the_steps(file):
     assert config.data.baseline is False
     assert config.schedule.warmup_steps == 9
     assert config.train.threads == 2, "the same in every run"
-    assert (config.run.folder, config.run.name) == ("out", "ranks-2")
+    assert (config.run.folder, config.run.name) == ("out/", "ranks-2")
 
 
 @pytest.mark.parametrize("exact", [3, 50])

@@ -71,6 +71,11 @@ def claim_run_folder(config: Config, now: datetime, *, again: bool = False, agen
     return path
 
 
+def flag_of_folder(parent: Path) -> str:
+    """What tells a run where to make its folder. The / at its end tells a folder `none` from the word that removes a key."""
+    return f"--run.folder={os.path.join(parent, '')}"
+
+
 def _began_with(path: Path, agents: Collection[str]) -> bool:
     try:
         return not set(agents).isdisjoint(json.loads((path / "env.json").read_text(encoding="utf-8"))["agents"])

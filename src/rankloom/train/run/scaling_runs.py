@@ -7,7 +7,7 @@ from rankloom.base.errors import ConfigError
 from rankloom.data.text import expect_source
 from rankloom.data.tokenizer import expect_tokenizer
 from rankloom.train.run.config import Table, config_of, parse_overrides
-from rankloom.train.run.folder import holds_run
+from rankloom.train.run.folder import flag_of_folder, holds_run
 from rankloom.train.run.schema import Config
 
 DECIDED = {("run", "name"): "which names its runs after their ranks: --out is their folder",
@@ -59,7 +59,7 @@ def study_overrides(config: Config, ranks: int, *, steps: int, weak: bool, threa
     return [
         *words, *(f"--mesh.{axis}={n}" for axis, n in axes.items()), "--data.baseline=false", f"--schedule.warmup_steps={warm_up}",
         *(["--comm.compress_after=0"] if config.comm.compress_after else []),   # time the compressed steps, not the exact first ones
-        "--checkpoint.interval=0", "--checkpoint.resume=none", f"--run.folder={folder}", f"--run.name=ranks-{ranks}",
+        "--checkpoint.interval=0", "--checkpoint.resume=none", flag_of_folder(folder), f"--run.name=ranks-{ranks}",
     ]
 
 

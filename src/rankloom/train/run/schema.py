@@ -48,8 +48,8 @@ class Run(ConfigSection):
 
     @model_validator(mode="after")
     def _not_the_word_that_removes(self) -> Self:
-        if "none" in (self.name, self.folder):   # a launcher gives both to its ranks as flags
-            raise ValueError('neither name nor folder can be "none", the word that removes a key on the command line')
+        if self.name == "none":   # a launcher gives it to its ranks as a flag
+            raise ValueError('name cannot be "none", the word that removes a key on the command line')
         return self
 
 
