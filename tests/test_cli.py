@@ -402,6 +402,14 @@ def test_the_runs_of_a_study_lie_in_its_folder_also_where_a_shell_leaves_the_til
     assert here("schedule", "show", "1f1b", "--svg=~/drawn.svg").returncode == 0 and (folder / "drawn.svg").exists()
 
 
+def test_a_study_names_a_run_before_what_that_prints_also_in_a_file(folder):
+    code = "import os, sys; from rankloom import cli; cli._run_child = lambda argv: sys.exit(os.write(1, b'the run')); cli.main()"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", code, "scale", "train.toml", "--ranks", "1"], capture_output=True, text=True, check=False,
+                          env=environment)
+    assert done.stdout == "--- 1 rank\nthe run", done.stderr
+
+
 def test_a_study_of_warm_up_only_is_refused_before_it_runs():
     with pytest.raises(rl.ConfigError, match="--steps 3: the first 3 steps of a run warm up"):
         cli.scale(Path("train.toml"), steps=3)

@@ -238,7 +238,7 @@ def scale(
     make_folder(folder, "--out")
     with handling_stop_signals(lambda number, frame: sys.exit(128 + number)):   # which ends the run, too
         for n, of_run in plans.items():
-            print(f"--- {n} {'rank' if n == 1 else 'ranks'}")
+            print(f"--- {n} {'rank' if n == 1 else 'ranks'}", flush=True)   # before what the run prints
             write_config(of_run, of_n := folder / f"ranks-{n}.toml")
             _run_child([*RANKLOOM, "train", str(of_n)])
     rows = scaling_rows([measure(folder / f"ranks-{n}", n) for n in plans])
