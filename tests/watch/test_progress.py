@@ -56,23 +56,42 @@ def test_a_line_that_is_too_long_leaves_out_what_matters_least():
         assert len(fit(width)) <= max(width, len(fit(20)))
 
 
-@pytest.mark.parametrize(("error", "said"), [
-    (BrokenPipeError(), ""), (OSError(errno.EIO, "Input/output error"), ""),
-    (OSError(errno.ENOSPC, "No space left on device"), "the output cannot be written, so this ends: No space left on device\n")], ids=str)
-def test_a_screen_that_is_gone_is_told_once_as_a_closed_terminal_is_and_raises_nothing(error, said, capsys):
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise error
+class Gone(io.StringIO):
+    """An output that cannot be written."""
 
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+
+def hang_ups(output):
+    """How often a progress whose output this is sends the signal of a closed terminal."""
     told = []
     before = signal.signal(signal.SIGHUP, lambda number, frame: told.append(number))
     try:
-        with Progress(Screen(file=Gone()), 2) as progress:
+        with Progress(Screen(file=output), 2) as progress:
             for event in (Notice(0, "a"), done(1), done(2)):
                 progress(event)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert told == [signal.SIGHUP] and capsys.readouterr().err == said
+    return len(told)
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (BrokenPipeError(), ""), (OSError(errno.EIO, "Input/output error"), ""),
+    (OSError(errno.ENOSPC, "No space left on device"), "the output cannot be written, so this ends: No space left on device\n")], ids=str)
+def test_a_screen_that_is_gone_is_told_once_as_a_closed_terminal_is_and_raises_nothing(error, said, capsys):
+    assert hang_ups(Gone(error)) == 1 and capsys.readouterr().err == said
+
+
+def test_a_screen_and_errors_that_go_to_one_full_disk_raise_nothing_either(monkeypatch):
+    """As of `rankloom train ... > log 2>&1`."""
+    full = Gone(OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("sys.stderr", full)
+    assert hang_ups(full) == 1
 
 
 def test_a_step_of_no_time_divides_by_nothing():

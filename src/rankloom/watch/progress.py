@@ -9,6 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -176,8 +177,10 @@ class OneLine:
             write()
         except OSError as error:
             self._lost = True
-            if not is_closed(error):
-                Console(stderr=True).print(f"the output cannot be written, so this ends: {error.strerror}", soft_wrap=True, highlight=False)
+            with suppress(OSError):   # errors may go to the same full disk
+                if not is_closed(error):
+                    Screen(stderr=True).print(f"the output cannot be written, so this ends: {error.strerror}", soft_wrap=True,
+                                               highlight=False)
             signal.raise_signal(signal.SIGHUP)
 
     def _show(self, text: str) -> None:
