@@ -171,11 +171,14 @@ def test_an_old_checkpoint_stays_while_a_new_one_cannot_be_written_even_where_on
     assert run(table(checkpoint={"resume": str(tmp_path / "runs" / "full")}), 2)[0].steps_before == 2
 
 
-def test_what_has_no_steps_left_is_known_before_a_run_has_a_folder(table, tmp_path):
+def test_what_has_no_steps_left_is_known_before_a_run_has_a_folder_wherever_its_name_begins(table, tmp_path, monkeypatch):
     summary, _ = run(table(train={"steps": 2}, checkpoint={"interval": 2}))
     expect_steps_left(table(train={"steps": 3}, checkpoint={"resume": summary.folder}))
-    with pytest.raises(ConfigError, match="step-00000002: is of step 2, and .train. steps = 2: nothing is left to train"):
-        expect_steps_left(table(train={"steps": 2}, checkpoint={"resume": summary.folder}))
+    checkpoint = Path(summary.folder) / "checkpoints" / "step-00000002"
+    for inside, name in ((tmp_path, summary.folder), (checkpoint.parent, "step-00000002"), (checkpoint, "."), (checkpoint, "..")):
+        monkeypatch.chdir(inside)
+        with pytest.raises(ConfigError, match="is of step 2, and .train. steps = 2: nothing is left to train"):
+            expect_steps_left(table(train={"steps": 2}, checkpoint={"resume": name}))
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])

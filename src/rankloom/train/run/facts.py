@@ -5,6 +5,7 @@ Tensor shapes do not show these. Other differences are only reported. train/run/
 older ones, have no such facts: then nothing is compared.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -53,11 +54,16 @@ def training_settings(config: Config) -> dict[str, Any]:
     return settings | experts | {"train.global_batch_size": config.batch().global_}
 
 
+def run_of(checkpoint: Path) -> Path:
+    """The run folder that a checkpoint lies in, also of one that is named from inside of that folder, as `step-00000200` or `.`."""
+    return Path(os.path.abspath(checkpoint)).parent.parent
+
+
 def misfit_of_run(path: Path, saved: Mapping[str, Any], job: Job) -> str | None:
     """Why a run cannot resume from the checkpoint in `path`, in words, or None. saved: the facts in the checkpoint"""
     facts = facts_of_run(job)
     now, before = facts["tokenizer_sha256"], saved.get("tokenizer_sha256")
-    file = path.parent.parent / "tokenizer.json"
+    file = run_of(path) / "tokenizer.json"
     if now and before and now != before and not _is_tokenizer(file, now):   # an array of tokens may have no tokenizer
         name = job.config.data.tokenizer or "bytes"
         learned = ", which learns from the text for training: that, or vocab_size, has changed" if name == "bpe" else ""

@@ -21,7 +21,7 @@ from rankloom.base.files import expanded, json_object
 from rankloom.checkpoint.files import MANIFEST, read_manifest, removing
 from rankloom.train.checkpoint import save_checkpoint
 from rankloom.train.engine import Engine
-from rankloom.train.run.facts import changes_of_run, facts_of_run, misfit_of_run
+from rankloom.train.run.facts import changes_of_run, facts_of_run, misfit_of_run, run_of
 from rankloom.train.run.job import Job
 from rankloom.train.run.optim import schedule
 from rankloom.train.run.schema import Config
@@ -145,7 +145,7 @@ def expect_steps_left(config: Config) -> None:
 def _nothing_left(path: Path, done: int, config: Config) -> str | None:
     """Why a run has nothing to do, or None. One that was killed after its last step has still to evaluate, and to write its weights."""
     steps = config.train.steps
-    has_ended = json_object(path.parent.parent / "summary.json").get("stopped_by") == 0   # a run writes it last
+    has_ended = json_object(run_of(path) / "summary.json").get("stopped_by") == 0   # a run writes it last
     if done < steps or (done == steps and not has_ended):
         return None
     return f"{path}: is of step {done}, and [train] steps = {steps}: nothing is left to train; give more --train.steps"
