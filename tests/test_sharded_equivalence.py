@@ -139,6 +139,30 @@ def test_deterministic_training_has_one_hash_for_all_stages_and_meshes(precision
     assert len(hashes) == 1
 
 
+def test_a_parameter_without_elements_changes_no_bit_of_a_deterministic_norm_between_stages():
+    """Sums of several numbers are rounded by their places."""
+    class WithNothing(torch.nn.Sequential):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(*(torch.nn.Linear(5, 5) for _ in range(6)))
+            self[0].nothing = torch.nn.Parameter(torch.zeros(0, 5))
+            self.double()
+
+        def forward(self, x):
+            return self[0].nothing.sum() + sum(layer(x + number) for number, layer in enumerate(self))
+
+    models, draw = [WithNothing() for _ in range(4)], torch.Generator().manual_seed(0)
+    batches = torch.randn(20, 8, 5, dtype=torch.float64, generator=draw)
+
+    def norms(world, stage):
+        engine = rl.prepare(models[stage], loss=lambda m, x: (m(x).square().sum(), len(x)), optimizer=adamw, world=world, stage=stage,
+                            deterministic=True)
+        return [engine.step(batch).grad_norm for batch in batches]
+
+    at_0, *others = [rl.simulate(1, lambda world, stage=stage: norms(world, stage))[0] for stage in range(4)]
+    assert others == [at_0] * 3
+
+
 def test_two_optimizers_one_of_them_for_whole_matrices_equal_one_process():
     def muon_and_adamw(params):
         matrices = [p for p in params if p.ndim == 2]

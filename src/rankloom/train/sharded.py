@@ -276,8 +276,8 @@ class CanonicalShardedPlacement(ShardedPlacement):
         return self._folds.sum(TOTALS, self._world, "totals"), alike
 
     def norm(self, totals: Tensor) -> Tensor:
-        """Over the unsharded gradients, which every rank has, tensor by tensor: the same bits as at stage 0."""
-        views = {name: view for gradient in self.sharding.gradients() for name, view in gradient.summed().items()}
+        """Over the unsharded gradients, which every rank has, tensor by tensor: the same bits as at stage 0, which has none of nothing."""
+        views = {name: view for gradient in self.sharding.gradients() for name, view in gradient.summed().items() if view.numel()}
         return global_norm([views[name] for name, _ in self.model.named_parameters() if name in views])
 
 
