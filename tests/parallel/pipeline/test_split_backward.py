@@ -145,7 +145,10 @@ def test_whoever_asks_for_the_gradient_of_a_deferred_weight_is_told_how_to_get_i
     layer, x, products = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True), []
     for inputs in (layer.weight, [x, layer.weight]):
         with deferring(products), pytest.raises(ConfigError, match=r"gradient of a weight of shape \(3, 3\), .*weight.register_hook"):
-            torch.autograd.grad(layer(x).sum(), inputs, allow_unused=True)
+            torch.autograd.grad(layer(x).tanh().sum(), inputs, allow_unused=True)
+    with deferring(products):   # not through that layer
+        layer(x)
+        assert torch.equal(torch.autograd.grad(layer.weight.square().sum(), layer.weight)[0], 2 * layer.weight)
     layer.weight.register_hook(lambda grad: grad)
     with deferring(products):
         asked = torch.autograd.grad(layer(x).sum(), layer.weight)[0]

@@ -47,7 +47,7 @@ class deferring(TorchFunctionMode):
     def _grad(self, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """`torch.autograd.grad`, which adds nothing to the gradients of weights: the products of its backward are dropped."""
         for x in inputs if isinstance(inputs, tuple | list) else [inputs]:
-            if id(x) in self.hidden:
+            if id(x) in self.hidden and _is_deferred(x, outputs):
                 raise ConfigError(f"a stage asks torch.autograd.grad for the gradient of a weight of shape {tuple(x.shape)}, which its "
                                   "backward computes later than all others. Give the weight a hook, such as "
                                   "`weight.register_hook(lambda grad: grad)`: then it does not")
@@ -85,6 +85,21 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.products.append(Product(ctx.weight, grad, *ctx.saved_tensors))
         return grad @ ctx.weight.conj(), grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None, None
+
+
+def _is_deferred(weight: Tensor, outputs: Tensor | Sequence[Tensor]) -> bool:
+    """Whether the outputs were computed by a deferred layer of this weight."""
+    nodes: list[Any] = [getattr(y, "grad_fn", None) for y in ([outputs] if isinstance(outputs, Tensor) else outputs)]
+    seen = set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, _Linear._backward_cls) and node.weight is weight:   # type: ignore[attr-defined]
+            return True
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+    return False
 
 
 def backward_to_inputs(products: list[Product], ends: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
