@@ -38,6 +38,12 @@ def body(world):
 print(rl.simulate(2, body, backend="rankloom", timeout=30))
 """
 
+SPAWNED = """
+import operator
+import rankloom as rl
+print(rl.spawn(8, operator.attrgetter("rank"), timeout=60))
+"""
+
 
 def run(command: list[str], soft: int, hard: int, folder=None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=300,
@@ -143,6 +149,13 @@ def test_where_one_rank_may_open_no_more_files_all_are_told_of_it(limit):
         assert ranks == 2.0
         assert said.startswith(f"rank {rank}: buffer in group 'world', said rank 1: a tensor in shared memory needs 2 open files beside")
         assert said.endswith("or use fewer ranks")
+
+
+def test_spawned_ranks_get_room_for_their_pipes_and_connections_or_none_is_started():
+    assert run([sys.executable, "-c", SPAWNED], 30, 5000).stdout == "[0, 1, 2, 3, 4, 5, 6, 7]\n"
+    refused = run([sys.executable, "-c", SPAWNED], 30, 40)
+    assert refused.returncode == 1
+    assert "ConfigError: spawn of 8 ranks needs 48 open files beside the " in refused.stderr
 
 
 @pytest.mark.parametrize(("ranks", "said"), [(2, "a launcher of 2 ranks needs 24 open files"), (50, "a launcher of 50 ranks needs 216")])

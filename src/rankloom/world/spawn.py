@@ -28,6 +28,7 @@ from rankloom.base.quantities import seconds
 from rankloom.world.connect import AUTO, LOOPBACK, device_for, expect_room_here
 from rankloom.world.failure import bare_failure, raisable, signal_name, text_of
 from rankloom.world.launch import debug_mode
+from rankloom.world.open_files import make_room
 from rankloom.world.world import World, as_mesh
 
 T = TypeVar("T")
@@ -47,13 +48,15 @@ def spawn(ranks: int | Mesh, body: Callable[[World], T], *, timeout: float = 300
     timeout: seconds after which a silent peer counts as lost
     backend: "gloo", "rankloom" (shared memory), or "auto": shared memory, except where each rank has a GPU of its own
     device:  "cpu" or "cuda"; with more ranks than GPUs, several share one
-    raises:  ConfigError if `body` cannot be pickled, if the processes cannot find it, or for more ranks than the backend has room for
+    raises:  ConfigError if `body` cannot be pickled, if the processes cannot find it, or for more ranks than the backend has room for, or
+             this process may have open files
     """
     mesh, patience = as_mesh(ranks), seconds(timeout)
     if multiprocessing.current_process().daemon:
         raise ConfigError(f"spawn: this process is a rank that spawn has started, and cannot start others; start all at once, {OR}")
     expect_room_here(mesh.size, backend)
     work = _pickled(body)
+    make_room(16 + 4 * mesh.size, f"spawn of {mesh.size} ranks")   # the store, and of each rank its connection to it and three pipes
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     # A store listens on every interface unless it is given a socket. This one is bound to loopback; the store owns it from here on.
