@@ -290,7 +290,8 @@ class Group:
 
     def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
         """Every rank's `value`, in rank order. JSON values only: nothing is unpickled. For others, all ranks raise ConfigError."""
-        text, sign = as_json(value, self.where(label or "all_gather_object"))
+        label = label or "all_gather_object"
+        text, sign = as_json(value, self.where(label))
         sizes = self.all_gather(torch.tensor([sign * len(text)], device=self.device), label=f"{label}: length").tolist()
         padded = torch.frombuffer(bytearray(text.ljust(max(map(abs, sizes)))), dtype=torch.uint8)
         rows = self.all_gather(padded.to(self.device), label=f"{label}: text").view(self.size, -1).cpu()
