@@ -844,14 +844,28 @@ def test_a_group_takes_leave_of_its_backend():
         assert pg.left == 1
 
 
-def test_a_closed_world_connects_no_groups():
+def test_a_closed_world_connects_no_groups_and_no_twins():
     def body(world):
+        row = world.group("replicate")
         world.barrier()
         world.close()
         with pytest.raises(rl.RankLost, match=r"group\(shard\) in group 'world': this group is closed"):
             world.group("shard")
+        for group in (world, row):
+            with pytest.raises(rl.RankLost, match="twin in group 'world': this group is closed"):
+                group.twin()
 
     rl.simulate(rl.Mesh(replicate=2, shard=2), body)
+
+
+def test_an_error_of_objects_without_a_label_names_the_call():
+    def body(world):
+        world.barrier()
+        world.close()
+        with pytest.raises(rl.RankLost, match=f"^rank {world.rank}: all_gather_object: length in group 'world': this group is closed"):
+            world.all_gather_object(3)
+
+    rl.simulate(2, body)
 
 
 def test_a_handle_of_a_group_that_was_closed_raises_instead_of_giving_a_half_made_result():

@@ -179,7 +179,10 @@ def _gone(world: "weakref.ref[World]") -> Sequence[int]:
 
 
 def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:
-    """The second connection of these ranks; the first call is a collective. A weak reference: groups must not keep the world alive."""
+    """The second connection of these ranks; the first call is a collective. A weak reference: groups must not keep the world alive.
+
+    raises: RankLost when the world is closed, or gone
+    """
     home = world()
     if home is None:
         raise RankLost(f"ranks {ranks}: their world has gone; keep it as long as its groups are used")
@@ -187,5 +190,7 @@ def _twin(world: "weakref.ref[World]", ranks: tuple[int, ...]) -> Group:
     if home.backend == connect.SHARED and home.device.type == "cuda":   # the router itself keeps the directions of messages apart (nccl.py)
         return group
     if ranks not in home._twins:
+        if len(ranks) > 1:
+            home._connected("twin")
         home._twins[ranks] = home._connect(ranks, group.name, TWIN, Ledger(whole=group.ledger))
     return home._twins[ranks]
