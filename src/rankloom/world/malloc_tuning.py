@@ -26,10 +26,16 @@ def keep_freed_memory() -> None:
     (MALLOC_..., GLIBC_TUNABLES) or the C library is not glibc.
     """
     if platform.libc_ver()[0] == "glibc" and not decides_heap():
-        register_optimizer_step_post_hook(lambda *_: _set_limits())
+        done: list[bool] = []   # no `cache`: torch.compile steps into the hooks of an optimizer, and warns its user of one
+
+        def set_limits_once(*_: object) -> None:
+            if not done:   # by the first step, everything that stays is allocated
+                done.append(True)
+                _set_limits()
+
+        register_optimizer_step_post_hook(set_limits_once)
 
 
-@cache   # only once: by the first step, everything that stays is allocated
 def _set_limits() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
