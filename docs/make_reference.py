@@ -15,6 +15,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from io import StringIO
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,8 @@ def entry(name: str, what: Any) -> Iterator[str]:
         yield f"```text\n{rest.strip()}\n```\n"
     made = what if inspect.isclass(what) else made_by(what)
     if made:
-        methods = {key: value for key, value in vars(made).items()
+        described_here = [*takewhile(lambda of: of is made or has_no_entry(of), made.__mro__)]
+        methods = {key: value for of in reversed(described_here) for key, value in vars(of).items()
                    if not key.startswith("_") and (inspect.isfunction(value) or isinstance(value, classmethod | staticmethod | property))}
         lines = [f"| `{member(made, key)}` | {first_sentence(value)} |" for key, value in methods.items()]
         if lines:
@@ -142,13 +144,17 @@ def entry(name: str, what: Any) -> Iterator[str]:
 def made_by(function: Any) -> type | None:
     """The class of what it returns, if that is one of ours without an entry of its own."""
     gives = inspect.signature(function).return_annotation
-    own = inspect.isclass(gives) and gives.__module__.startswith("rankloom.") and gives.__name__ not in rl.__all__
-    return gives if own else None
+    return gives if inspect.isclass(gives) and has_no_entry(gives) else None
+
+
+def has_no_entry(of: type) -> bool:
+    """Whether it is a class of ours that is described only where others refer to it."""
+    return of.__module__.startswith("rankloom.") and of.__name__ not in rl.__all__
 
 
 def member(of: type, name: str) -> str:
     """A property with its type, or a method with its arguments, without `self`. For a cell of a table, where a bar would end the cell."""
-    what = vars(of)[name]
+    what = inspect.getattr_static(of, name)
     if isinstance(what, property):
         return f"{name}: {plain(annotation(inspect.signature(what.fget).return_annotation))}".replace("|", "\\|")
     found = inspect.signature(getattr(of, name))

@@ -932,3 +932,28 @@ def test_errors_of_the_transport_name_the_group_of_their_ranks():
             shard.all_reduce(torch.ones(3)) if shard.rank else shard.broadcast(torch.ones(3))
 
     rl.simulate(rl.Mesh(replicate=2, shard=2), body, backend="rankloom")
+
+
+# ---------------------------------------------------------------- in functions that are compiled
+
+
+def calls(world, x):
+    """Every kind of call, between operations that a compiler may change."""
+    x, other, got = x * 2, 1 - world.rank, torch.empty_like(x)
+    world.exchange(world.all_reduce(x.clone(), "mean") + world.rank, other, got, other)
+    handles = [world.all_gather(x, async_op=True), world.reduce_scatter(x, async_op=True)]
+    ranks = sum(world.all_gather_object(world.rank))
+    return got, *[handle.wait() + ranks for handle in handles]
+
+
+def compile_calls(world):
+    x = torch.arange(4.0) + world.rank
+    own_part = torch.compile(lambda x: x.chunk(world.size)[world.rank], backend="eager", fullgraph=True)
+    assert own_part(x).tolist() == x[2 * world.rank:][:2].tolist(), "who is there may be asked in a graph"
+    return [[each.tolist() for each in function(world, x)] for function in (calls, torch.compile(calls, backend="eager"))]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rankloom"])
+def test_a_compiled_function_may_communicate(backend):
+    for plain, compiled in rl.spawn(2, compile_calls, backend=backend):
+        assert plain == compiled

@@ -18,6 +18,7 @@ from torch._C import _distributed_c10d as c10d
 from rankloom.base.cost import Bill, all_gather_bill, all_reduce_bill, broadcast_bill, scatter_bill
 from rankloom.base.errors import ConfigError, RankloomError, RankLost, ShapeMismatch, UnitError
 from rankloom.base.json_text import as_json, from_json
+from rankloom.base.members import Members
 from rankloom.base.quantities import seconds
 from rankloom.base.tensors import as_bytes, as_reals
 from rankloom.base.topology import Topology
@@ -34,7 +35,7 @@ from rankloom.world.transport.process_group import SharedMemoryGroup
 from rankloom.world.transport.router import DeviceRouter
 
 
-class Group:
+class Group(Members):
     """Ranks 0..size-1 of one process group, and the ledger of what this rank sent to it.
 
     `rank` and `ranks` are by default those of the process group; `ranks` are numbers in the world, for error messages. `device` is where
@@ -47,8 +48,8 @@ class Group:
                  inspector: Inspector | Seat | None = None, topology: Topology | None = None, twin: "Callable[[], Group] | None" = None,
                  ledger: Ledger | None = None):
         own_rank, size = (process_group.rank(), process_group.size()) if process_group is not None else (0, 1)
-        self.rank, self.ranks = own_rank if rank is None else rank, tuple(range(size) if ranks is None else ranks)
-        self.name, self.one_host, self.device = name, one_host, torch.device(device)
+        super().__init__(own_rank if rank is None else rank, range(size) if ranks is None else ranks, name)
+        self.one_host, self.device = one_host, torch.device(device)
         self.timeout = seconds(timeout).total_seconds()
         self.topology = topology or Topology.even(1, len(self.ranks))
         if self.topology.size != len(self.ranks):
@@ -58,16 +59,6 @@ class Group:
         # Debug mode compares every call before it is made. The fast path (at_once.py) does not, so debug mode turns it off.
         self._at_once = AtOnce(shared.channel, self.ledger) if (shared := self._shared) and not inspector else None
         self.in_flight = InFlight()
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in the group."""
-        return len(self.ranks)
-
-    @property
-    def world_rank(self) -> int:
-        """This rank's number in the world, as error messages name it."""
-        return self.ranks[self.rank]
 
     @property
     def debug(self) -> bool:
@@ -392,7 +383,3 @@ class Group:
         if x.dim() == 0 or x.shape[0] % self.size:
             raise ShapeMismatch(f"{self.where(op)}: shape {tuple(x.shape)} cannot be cut in {self.size} equal slices along dim 0; pad it")
         return x.shape[0] // self.size
-
-    def where(self, label: str) -> str:
-        """The beginning of error messages: this rank, a label and the group."""
-        return f"rank {self.world_rank}: {label} in group {self.name!r}"

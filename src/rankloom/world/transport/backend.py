@@ -37,7 +37,7 @@ def _keep_the_recorder_out() -> None:
 
 
 def _keep_the_compiler_out() -> None:
-    """torch.compile steps into functions that are written in Python, and fails in the methods of a group: it must call them as they are."""
+    """torch.compile steps into functions that are written in Python, and fails where they communicate: it must call them as they are."""
     if COMPILER in sys.modules:
         _call_as_it_is(sys.modules[COMPILER])
     else:
@@ -45,7 +45,7 @@ def _keep_the_compiler_out() -> None:
 
 
 def _call_as_it_is(compiler: Any) -> None:
-    compiler.trace_rules.add("rankloom.world.transport")
+    compiler.trace_rules.add("rankloom.world")
 
 
 class _WhenCompilerComes:
