@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 import rankloom as rl
+from no_threads import no_thread_starts
 from patience import AT_ONCE, no_thread_is_left, wait_until
 from rankloom.world import debug
 from rankloom.world.debug import Fingerprint
+from rankloom.world.debug_queue import Queue
 
 
 @pytest.fixture(autouse=True)
@@ -568,3 +570,14 @@ def test_without_debug_mode_no_call_touches_the_store(value, monkeypatch):
 
     monkeypatch.setattr(debug.Inspector, "check", lambda self, mine: pytest.fail("compared without being asked to"))
     assert rl.simulate(2, body) == [0, 0]
+
+
+def test_a_call_for_whose_comparison_no_thread_starts_is_an_error_and_the_next_one_is_made():
+    queue, made = Queue(), []
+    start = queue.behind(lambda: None, lambda pg: made.append(pg) or [])
+    with no_thread_starts(), pytest.raises(RuntimeError, match="start new thread"):
+        start("first")
+    begin = time.monotonic()
+    queue.drain(2 * AT_ONCE)
+    start("second").wait()
+    assert made == ["second"] and time.monotonic() < begin + AT_ONCE

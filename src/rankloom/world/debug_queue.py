@@ -57,10 +57,10 @@ class Queue:
 
     def _add(self, call: Callable[[], None]) -> None:
         with self._changed:
-            self._calls.append(call)
             if not self._busy:
+                threading.Thread(target=self._work, name="rankloom-debug", daemon=True).start()   # first: it may fail
                 self._busy = True
-                threading.Thread(target=self._work, name="rankloom-debug", daemon=True).start()
+            self._calls.append(call)
 
     def _work(self) -> None:
         while call := self._next():

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import rankloom
 from bell import Bell, bell_once_inside
+from no_threads import no_thread_starts
 from patience import AT_ONCE, wait_until
 from rankloom.base.errors import ConfigError
 from rankloom.world.transport import codes, fallback, fallback_peers, operands
@@ -962,6 +963,25 @@ def test_a_killed_rank_is_noticed_long_before_the_time_out(kernel, what):
         assert team.links[0].status()[3][1] == "X"   # nobody has asked for its exit code yet
         os.waitpid(pid, 0)
         assert team.links[0].status()[3][1] == "X"
+
+
+def test_a_message_in_python_for_which_no_thread_starts_is_withdrawn():
+    """In C: test_damage.py."""
+    first, second, sent = np.zeros(4, np.uint8), np.zeros(4, np.uint8), np.full(4, 5, np.uint8)
+    with Team(fallback, 2) as team:
+        with no_thread_starts(), pytest.raises(RuntimeError, match="start new thread"):
+            team.links[1].post(0, first.ctypes.data, 4, 0, 7)
+        handle = team.links[1].post(0, second.ctypes.data, 4, 0, 7)
+        team.links[0].post(1, sent.ctypes.data, 4, 1, 7)
+        assert team.links[1].settle(handle, LONG) == 0 and (first.tolist(), second.tolist()) == ([0] * 4, [5] * 4)
+
+
+def test_a_message_in_python_of_which_a_part_was_sent_breaks_the_group_where_no_thread_starts_for_the_rest():
+    long = np.zeros(2 << 20, np.uint8)
+    with Team(fallback, 2) as team:
+        with no_thread_starts(), pytest.raises(RuntimeError, match="start new thread"):
+            team.links[0].post(1, long.ctypes.data, long.size, 1, 7)
+        assert team.links[1].status()[:2] == (ABORTED, 0)
 
 
 def process_of_1(team: Team) -> np.ndarray:

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from no_threads import no_thread_starts
 from patience import AT_ONCE
 from rankloom.world.transport.codes import FINE, INTERRUPTED, LEFT, LOST, TIMED_OUT
 from rankloom.world.transport.turns import Turns
@@ -47,6 +48,13 @@ def test_calls_are_made_in_the_order_of_their_tickets_and_a_blocking_one_comes_l
     threading.Timer(0.05, gate.set).start()
     assert turns.run((5, FINE)) == FINE
     assert turns.made == list(range(6)) and turns.wait(tickets[0], 0) == FINE
+
+
+def test_a_call_for_which_no_thread_starts_is_an_error_and_the_next_one_is_made(turns, gate):
+    gate.set()
+    with no_thread_starts(), pytest.raises(RuntimeError, match="start new thread"):
+        turns.submit((1, FINE))
+    assert turns.wait(turns.submit((2, FINE)), AT_ONCE) == FINE and turns.made == [2]
 
 
 def test_a_wait_that_is_over_leaves_the_call_going(turns, gate):

@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 import rankloom as rl
 from conformance.ranks import Ranks, seconds
+from no_threads import no_thread_starts
 from patience import AT_ONCE, no_thread_is_left, wait_until
 from rankloom.base.errors import CollectiveTimeout, ConfigError, RankLost
 from rankloom.world.transport.through_host import HostWork
@@ -77,6 +78,28 @@ def test_everyone_who_asks_hears_what_went_wrong_as_results_were_brought_home(ra
         with pytest.raises(ValueError, match="no room at home"):
             work.wait()
     assert work.is_completed() and not work.is_success()
+
+
+def test_a_future_for_which_no_thread_starts_is_an_error_and_the_next_one_is_set(ranks):
+    works = [ranks.groups[0].allreduce([torch.ones(4)], ASYNC) for _ in range(2)]
+    with no_thread_starts(), pytest.raises(RuntimeError, match="start new thread"):
+        works[0].get_future()
+    future = works[1].get_future()
+    for _ in works:
+        ranks.groups[1].allreduce([torch.ones(4)], ASYNC)
+    wait_until(future.done)
+    assert future.value()[0].tolist() == [2.0] * 4
+
+
+def test_a_future_is_set_although_no_thread_starts_for_those_after_it(ranks):
+    works = [ranks.groups[0].allreduce([torch.ones(4)], ASYNC) for _ in range(2)]
+    futures = [work.get_future() for work in works]
+    with no_thread_starts():
+        for _ in works:
+            ranks.groups[1].allreduce([torch.ones(4)], ASYNC)
+        for future in futures:
+            wait_until(future.done)
+    assert [future.value()[0].tolist() for future in futures] == [[2.0] * 4] * 2
 
 
 def test_a_work_that_has_ended_keeps_nothing_alive_but_its_result(ranks):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rankloom.world.transport.codes import ANYONE, LOST, NO_MEMORY, TIMED_OUT, WRONG_LENGTH, nbytes_of
+from rankloom.world.transport.codes import ABORTED, ANYONE, LOST, NO_MEMORY, TIMED_OUT, WRONG_LENGTH, nbytes_of
 from rankloom.world.transport.fallback_peers import Peers, memory_at, naps
 
 ENVELOPE = 16   # bytes: tag and size
@@ -86,16 +86,31 @@ class Post:
             self._withdraw(m)
 
     def post(self, sending: int, address: int, size: int, peer: int, tag: int) -> int:
-        """Send or receive in the background. Returns a handle; the memory must stay until it has settled."""
+        """Send or receive in the background. Returns a handle; the memory must stay until it has settled.
+
+        raises: RuntimeError if no thread can be started for it
+        """
         handle = next(self._numbers)
         m = self.posted[handle] = self._add(sending, address, size, peer, tag)
         self._move()   # a small one is sent here and now
-        with self._lock:
-            if self._carrier is None and not self.peers.closing and not m.done:
-                self._carrier = threading.Thread(target=self._carry, name="rankloom-messages", daemon=True)
-                self._carrier.start()
+        try:
+            self._expect_carrier(m)
+        except RuntimeError:
+            self.posted.pop(handle)
+            self._withdraw(m)
+            if m.started:   # what comes next from this rank, or to it, would be taken for the rest of this message
+                self.peers.break_group(self.peers.rank, ABORTED)
+            raise
         self._news.set()
         return handle
+
+    def _expect_carrier(self, m: Message) -> None:
+        """Start the background thread, if this message needs it. raises: RuntimeError if that cannot be"""
+        with self._lock:
+            if self._carrier is None and not self.peers.closing and not m.done:
+                carrier = threading.Thread(target=self._carry, name="rankloom-messages", daemon=True)
+                carrier.start()
+                self._carrier = carrier
 
     def settle(self, handle: int, seconds: float) -> int:
         """Wait until a posted message is done. Returns the other rank, or -why. After TIMED_OUT the message goes on."""

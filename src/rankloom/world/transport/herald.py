@@ -8,6 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
@@ -44,11 +45,11 @@ class Herald:
         _heralds.add(self)
 
     def announce(self, work: Awaited, future: torch.futures.Future) -> None:
-        """Set `future` once `work` has ended."""
+        """Set `future` once `work` has ended. raises: RuntimeError if no thread can be started for it"""
         with self._lock:
             if is_open := not self._closed:
-                self._news.put((self, work, future))
                 self._attend()
+                self._news.put((self, work, future))
         if not is_open:   # then nothing is in flight any more
             tell(work, future)
 
@@ -63,9 +64,10 @@ class Herald:
 
     def _attend(self) -> None:
         if not self._free:
+            thread = threading.Thread(target=_run, args=(self._news,), name="rankloom-herald", daemon=True)
+            thread.start()
+            self._threads.append(thread)
             self._free += 1
-            self._threads.append(threading.Thread(target=_run, args=(self._news,), name="rankloom-herald", daemon=True))
-            self._threads[-1].start()
 
     def tell_first(self, work: Awaited, future: torch.futures.Future) -> None:
         """For a thread that reads the queue: `tell` what came first in it."""
@@ -78,7 +80,8 @@ class Herald:
         with self._lock:
             self._free -= 1
             if not self._news.empty():
-                self._attend()
+                with suppress(RuntimeError):   # this host starts no more threads: what is in the queue waits until this one is back
+                    self._attend()
 
 
 News = tuple[Herald, Awaited, torch.futures.Future]

@@ -39,13 +39,14 @@ class Turns(Generic[T]):
         return self.wait(self.submit(call), threading.TIMEOUT_MAX)
 
     def submit(self, call: T) -> int:
-        """Queue a call to run in the background. Returns its ticket."""
+        """Queue a call to run in the background. Returns its ticket. raises: RuntimeError if no thread can be started for it"""
         with self._changed:
+            if self._worker is None:
+                worker = threading.Thread(target=self._work, name="rankloom-calls", daemon=True)
+                worker.start()   # before anything is queued, which would never run
+                self._worker = worker
             self._issued += 1
             self._queue.append(call)
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="rankloom-calls", daemon=True)
-                self._worker.start()
             self._changed.notify_all()
             return self._issued
 
