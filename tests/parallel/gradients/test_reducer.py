@@ -322,3 +322,20 @@ def test_a_gradient_that_the_user_sets_after_all_were_dropped_is_no_sum_that_is_
         reducer.expect_summed(list(model.parameters()))
 
     rl.simulate(2, body)
+
+
+def test_the_order_of_gradients_is_told_once_also_where_all_go_by_rows():
+    """A model of embeddings has no bucket, and told it in every step."""
+    def body(world):
+        table = nn.Embedding(1000, 8)
+        reducer = GradientReducer(named(table), world, by_rows=frozenset({"weight"}))
+        sent = []
+        for _ in range(3):
+            before = world.ledger.calls
+            table(torch.tensor([world.rank])).sum().backward()
+            reducer.finish()
+            reducer.zero()
+            sent.append(world.ledger.calls - before)
+        return [sent[0] - more for more in sent[1:]]
+
+    assert rl.simulate(2, body) == [[1, 1]] * 2

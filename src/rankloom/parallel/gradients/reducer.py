@@ -136,7 +136,7 @@ class GradientReducer:
         mark:    a number that should be the same on all ranks, below 2**31
         returns: the summed totals, and whether all ranks have the same mark
         """
-        if not self.buckets and (self.group.size > 1 or self.summing.in_python):
+        if self._unbucketed.is_first_step and (self.group.size > 1 or self.summing.in_python):
             self._lay_out()
         self._unbucketed.end_first_step()
         self._launch_what_is_left()

@@ -20,6 +20,11 @@ class UnbucketedGradients:
         self.arrived: dict[str, None] = {}
         self._writes: ForwardWrites | None = ForwardWrites(params)   # None after the first step
 
+    @property
+    def is_first_step(self) -> bool:
+        """Whether no step has ended yet."""
+        return self._writes is not None
+
     def begin_forward(self) -> None:
         """Before a forward: note what it may write."""
         if self._writes is not None:
