@@ -1,6 +1,7 @@
 """Replicas begin equal or not at all, and their running statistics stay equal."""
 
 import random
+import threading
 import time
 import warnings
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from torch import nn
 
 import rankloom as rl
 from patience import AT_ONCE
+from rankloom.parallel.replicas import guards
 from rankloom.parallel.replicas.buffers import SAMPLE, BufferKeeper, Sampled
 from rankloom.parallel.replicas.equal_start import MESSAGE_BYTES, make_replicas_equal, named_state
 from rankloom.parallel.replicas.refused import _first_shared, _runs
@@ -881,3 +883,18 @@ def test_counts_of_any_whole_numbers_become_the_largest(dtype):
         return keeper.average_changed(), model.count.tolist()
 
     assert rl.simulate(3, body) == [(["count"], [30_000 if dtype == torch.int16 else 40_000, 2])] * 3
+
+
+def test_optimizers_are_watched_once_however_many_threads_begin_at_once(monkeypatch):
+    """Hooks that are there twice would publish each step twice."""
+    before, after = dict[int, object](), list[object]()
+    monkeypatch.setattr(guards, "_global_optimizer_pre_hooks", before)
+    monkeypatch.setattr(guards, "register_optimizer_step_pre_hook",
+                        lambda hook: time.sleep(0.02) or before.setdefault(threading.get_ident(), hook))
+    monkeypatch.setattr(guards, "register_optimizer_step_post_hook", after.append)
+    threads = [threading.Thread(target=guards.watch_optimizers) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [*before.values()] == [guards._before_step] and after == [guards._after_step]

@@ -5,14 +5,14 @@ tensor ranks hold, for whole tensors: both are errors too. Every other step wait
 their backward. After it, the new slices are published to the model's parameters: see `Updates`.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankloom.base.errors import UnitError
 from rankloom.base.hooks import waiting_for
@@ -21,6 +21,8 @@ from rankloom.parallel.gradients.reducer import GradientReducer
 from rankloom.parallel.replicas.combine_facts import combine_facts
 from rankloom.parallel.sections.sharding import Sharding
 from rankloom.shard.optimizer import is_elementwise
+
+REGISTERING = threading.Lock()   # ranks may be threads, and hooks that are there twice would publish twice
 
 # Attributes of parameters.
 CUT = "_rankloom_cut"           # of one that sharding has cut: its plain name
@@ -100,11 +102,12 @@ def is_sharded(param: nn.Parameter) -> bool:
     return hasattr(param, CUT) or hasattr(param, UPDATES)
 
 
-@cache
 def watch_optimizers() -> None:
     """From now on every optimizer step in this process is checked. Parameters of a `GradientReducer` need nothing more."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    with REGISTERING:
+        if _before_step not in _global_optimizer_pre_hooks.values():
+            register_optimizer_step_pre_hook(_before_step)
+            register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
