@@ -1208,6 +1208,16 @@ def test_a_deterministic_evaluation_has_the_same_bits_however_its_batches_lie_on
     assert found == {4.0 / 6.0} if deterministic else len(found) > 1
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(("losses", "total"), [((math.inf, -math.inf), math.nan), ((1e308, 1e308), math.inf)])
+def test_losses_that_have_no_sum_are_reported_and_no_error(losses, total, deterministic):
+    def body(world):
+        engine = prepare(world, loss=lambda model, x: (x[0, 0], 1), deterministic=deterministic)
+        return engine.evaluate([torch.full((1, 2), loss, dtype=torch.float64) for loss in losses]).loss
+
+    assert str(rl.simulate(2, body)) == str([total] * 2)
+
+
 def test_a_deterministic_evaluation_has_the_same_bits_wherever_in_memory_a_rank_has_its_batches():
     """Kernels round by the address: a row of 7 numbers of 4 bytes may begin 4 bytes behind a multiple of 16."""
     wide, x = nn.Linear(7, 10), rows(210, dtype=torch.float32).view(60, 7)

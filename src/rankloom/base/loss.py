@@ -2,7 +2,8 @@
 dtypes of sums, how many rows of logits exist at a time, and the one that computes gradients chunk by chunk.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any
 
@@ -37,6 +38,15 @@ def sum_and_count(returned: Any, where: str) -> tuple[Tensor, Tensor]:
         return total, torch.full((), float(count), dtype=torch.float64, device=total.device)
     # From the host it goes without waiting, too. To the host that would be wrong: it would be read before it has come.
     return total, count.detach().to(total.device, torch.float64, non_blocking=count.is_cpu).reshape(())
+
+
+def exact_sum(numbers: Iterable[float]) -> float:
+    """Their sum, rounded once, so that their order does not matter. Where there is none: what addition gives, NaN or an infinity."""
+    held = list(numbers)
+    try:
+        return math.fsum(held)
+    except (ValueError, OverflowError):   # infinities of both signs; too large
+        return sum(held)
 
 
 def _describe(value: Any) -> str:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from rankloom.base.errors import ConfigError, LossError, UnitError
 from rankloom.base.events import Load, Sink, StepDone
-from rankloom.base.loss import sum_and_count
+from rankloom.base.loss import exact_sum, sum_and_count
 from rankloom.base.modes import evaluating
 from rankloom.base.shares import share
 from rankloom.parallel.context.apply import limited_to
@@ -190,7 +190,7 @@ class Engine:
             total, count = self.tokens.all_reduce(own, label="evaluation").tolist()
             return total, count
         everyone = self.group.all_gather_object([loss[:2].tolist() for loss in losses], label="evaluation")
-        return math.fsum(total for rank in everyone for total, _ in rank), math.fsum(count for rank in everyone for _, count in rank)
+        return exact_sum(total for rank in everyone for total, _ in rank), exact_sum(count for rank in everyone for _, count in rank)
 
     def __deepcopy__(self, memo: Any) -> "Engine":
         raise UnitError("an engine cannot be copied: the hooks that move its model's gradients are not copied with it. Prepare another "
