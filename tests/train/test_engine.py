@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 import warnings
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -125,6 +126,17 @@ def test_a_schedule_gives_the_rate_of_an_optimizer_that_was_made_with_none():
         return [engine.step(rows(4)).lr for _ in range(2)]
 
     assert rl.simulate(1, body) == [[0.0, 0.1]]
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, Fraction, int, torch.tensor], ids=lambda kind: kind.__name__)
+def test_a_schedule_may_give_a_number_of_any_kind_and_be_saved(kind, tmp_path):
+    def body(world):
+        engine = prepare(world, schedule=lambda step: kind(1))
+        engine.step(rows(4))
+        engine.save(tmp_path)
+        return engine.optimizer.param_groups[0]["lr"]
+
+    assert rl.simulate(1, body) == [1.0]
 
 
 def test_a_schedule_of_groups_of_which_the_first_has_no_rate_is_refused_for_there_is_no_ratio_to_keep():

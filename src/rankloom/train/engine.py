@@ -394,6 +394,7 @@ class Engine:
             if not (isinstance(lr, Real | Tensor) and 0 <= float(lr) < math.inf):   # nor NaN
                 raise ConfigError(f"rank {self.world_rank}: schedule({self.steps_done}) gave {lr!r}, expected a learning rate: a finite "
                                   "number, 0 or more")
+            rate = lr if isinstance(lr, Tensor) else float(lr)   # a number of numpy's is no JSON, and so in no checkpoint
             for part, base in zip(self.optimizer.param_groups, self._as_built.rates):
-                part["lr"] = lr * (base / self._as_built.rates[0] if self._as_built.rates[0] else 1.0)
+                part["lr"] = rate * (base / self._as_built.rates[0] if self._as_built.rates[0] else 1.0)
         return float(self.optimizer.param_groups[0]["lr"])
