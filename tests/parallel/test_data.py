@@ -1003,13 +1003,21 @@ def test_a_parameter_that_comes_after_wrapping_is_an_error(wrap, ranks):
     rl.simulate(ranks, body)
 
 
+class Bank(nn.Linear):
+    """Its length is how much it holds: nothing yet, so that it counts as false."""
+
+    def __len__(self):
+        return 0
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Bank])
 @pytest.mark.parametrize("wrap", [rl.data_parallel, rl.fully_shard])
-def test_parameters_beside_a_wrapped_model_are_an_error_if_they_are_trained(wrap):
+def test_parameters_beside_a_wrapped_model_are_an_error_if_they_are_trained(wrap, kind):
     def body(world):
         wrapped = wrap(make_layers(), world)
         wrapped.criterion, wrapped.teacher = torch.nn.MSELoss(), torch.nn.Linear(1, 1).requires_grad_(False)
         square_loss(wrapped, world.rank)
-        wrapped.head = torch.nn.Linear(1, 1)
+        wrapped.head = kind(1, 1)
         with pytest.raises(UnitError, match=r"head.weight came after the model was wrapped, and stands beside it"):
             square_loss(wrapped, world.rank)
         del wrapped.head

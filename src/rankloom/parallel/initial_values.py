@@ -134,7 +134,7 @@ def _twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """
     twins = {module: _copy(module) for module in model.modules()}
     for twin in twins.values():
-        vars(twin)["_modules"] = {key: child and twins[child] for key, child in twin._modules.items()}
+        vars(twin)["_modules"] = {key: None if child is None else twins[child] for key, child in twin._modules.items()}
         for held in (twin._parameters, twin._buffers):
             held.update({key: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)   # type: ignore[misc]
                          for key, tensor in held.items() if tensor is not None and not tensor.is_meta})

@@ -98,7 +98,7 @@ def expect_none_beside(wrapper: nn.Module) -> None:
         return
     beside = dict(wrapper._parameters)
     for key, part in wrapper._modules.items():
-        if part and key != "module":
+        if part is not None and key != "module":
             beside |= {full_name(key, name): param for name, param in part.named_parameters()}
     if new := [name for name, param in beside.items() if param is not None and param.requires_grad]:
         raise UnitError(f"{new[0]} came after the model was wrapped, and stands beside it: its gradient is not summed, and it is in no "
