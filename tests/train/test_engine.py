@@ -86,6 +86,22 @@ def test_a_report_tells_sum_over_count_of_all_ranks_and_so_does_the_event():
             assert all(getattr(event, name) == getattr(report, name) for name in same)
 
 
+class Told(list):
+    """Keeps what it is called with; false while it is empty."""
+
+    def __call__(self, event):
+        self.append(event)
+
+
+def test_a_sink_that_is_an_empty_list_is_told_of_the_first_step():
+    def body(world):
+        told = Told()
+        prepare(world, sink=told).step(rows(2))
+        return len(told)
+
+    assert rl.simulate(1, body) == [1]
+
+
 @pytest.mark.parametrize("p", [1, 2])
 def test_schedules_set_the_rate_once_per_step_and_keep_the_ratio_of_groups(p):
     asked = []

@@ -114,7 +114,7 @@ class Engine:
         self._first_steps = FirstSteps(settings.world, group, tokens, placement, accumulate=settings.accumulate,
                                        shards=settings.logical_shards)
         self._as_built = AsBuilt.of(optimizer, cut=not isinstance(placement, ReplicatedPlacement))
-        if settings.schedule and not (rates := self._as_built.rates)[0] and any(rates):
+        if settings.schedule is not None and not (rates := self._as_built.rates)[0] and any(rates):
             raise ConfigError(f"the optimizer has a first group with lr=0 and others at {rates[1:]}: a schedule gives the rate "
                               "of the first, and the others keep their ratio to it. Put another group first, or freeze its parameters")
 
@@ -153,7 +153,7 @@ class Engine:
         report = Report(step=self.steps_done, loss=outcome.loss, count=outcome.items, grad_norm=outcome.grad_norm, lr=lr,
                         skipped=not outcome.finite, exposed=exposed, seconds=time.perf_counter() - begin, auxiliary=auxiliary,
                         experts=experts)
-        if self.settings.sink:
+        if self.settings.sink is not None:
             self.settings.sink(self._event_of(report))
         return report
 
@@ -388,7 +388,7 @@ class Engine:
 
     def _set_learning_rate(self) -> float:
         self._as_built.expect(self.optimizer, self.world_rank)
-        if self.settings.schedule:
+        if self.settings.schedule is not None:
             expect_no_scheduler(self.optimizer, self.world_rank)
             lr = self.settings.schedule(self.steps_done)
             if not (isinstance(lr, Real | Tensor) and 0 <= float(lr) < math.inf):   # nor NaN
