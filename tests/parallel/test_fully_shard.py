@@ -562,6 +562,23 @@ class Sometimes(Net):
         return x if block is self.blocks[1] and self.turn % 2 == 0 else block(x)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_between_forward_and_backward_may_call_other_blocks(mode):
+    """What an evaluation in inference mode had released last was no part of any graph, and the backward that asked for it died."""
+    def evaluating(model, optimizer, x):
+        for _ in range(2):
+            optimizer.zero_grad()
+            with mode():
+                model(x)
+            loss = mean_square(model, x)
+            with mode():
+                model(x)
+            loss.backward()
+            optimizer.step()
+
+    expect_as_plain(evaluating, build=Sometimes)
+
+
 class Chain(nn.Sequential):
     """A root without parameters, whose output is that of its last block."""
 

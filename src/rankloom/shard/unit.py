@@ -365,7 +365,8 @@ class Unit:
 
     def _hide(self) -> None:
         """Point the parameters at an empty tensor: a kernel that read freed memory would crash the process."""
-        nothing = torch.empty(0, dtype=self.formats.compute, device=self.group.device)
+        with torch.inference_mode(False):   # it makes the parameter what it is itself, and one of that mode has no place in a graph
+            nothing = torch.empty(0, dtype=self.formats.compute, device=self.group.device)
         for param in self.params.values():
             param.data = nothing
             set_released(param)
