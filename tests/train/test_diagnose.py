@@ -14,6 +14,7 @@ import rankloom as rl
 from rankloom.models.config import GPTConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.models.sequence_part import WholeSequence
+from rankloom.train import put_back
 from rankloom.train.batches import with_halves
 from rankloom.train.diagnose import explain_non_finite
 from rankloom.train.first_steps import FEW_STEPS
@@ -490,6 +491,15 @@ def test_a_trained_parameter_that_the_first_forward_writes_is_written_once(doubl
     model = Doubles(double)
     (_, trained), = probed(0, model, lambda model, x: (model(x).sum() * 0, len(x)), p=1)
     assert torch.equal(trained.weight, 2 * model.weight)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_sharded_parameters_that_a_forward_reads_detached_are_not_copied_for_the_trial(stage, monkeypatch):
+    """Copies of all that is gathered, one block after the other, would be the whole model."""
+    copied = []
+    monkeypatch.setattr(put_back, "same_bits", lambda one, other: copied.append(one) or True)
+    probed(stage, Doubles(lambda w: w.detach().sum()), lambda model, x: (model(x).sum() * 0, len(x)))
+    assert bool(copied) is (stage == 0)
 
 
 class Grows(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rankloom.base.tensors import bytes_of
+from rankloom.parallel.replicas.guards import is_sharded
 from rankloom.train.blocks.draws import OF_EVERY_MODULE, generators_put_back
 
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
@@ -65,7 +66,7 @@ class _Written(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = kwargs or {}
-        for target in (*(args[:1] if _may_write(func) else ()), given.get("out")):
+        for target in (*(args[:1] if args and _may_write(func, args[0]) else ()), given.get("out")):
             for tensor in target if isinstance(target, list | tuple) else (target,):
                 self._keep(tensor)
                 self._keep(getattr(tensor, "_base", None))   # of a view
@@ -76,10 +77,12 @@ class _Written(TorchFunctionMode):
             self.old[tensor] = tensor.detach().clone()
 
 
-def _may_write(func: Any) -> bool:
+def _may_write(func: Any, given: Any) -> bool:
     """Whether it may write to its first argument: `mul_` or another such function, `x *= y`, `x[...] = y`, `x.data` or `x.detach()`."""
     name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
-    return name in ("data", "detach", "__setitem__") or re.fullmatch(r"(?!__).*[^_]_|__i\w+__", name) is not None
+    if name == "detach":   # layers of tensor ranks read so; and writes to a sharded parameter are an error if autograd counts them
+        return not is_sharded(given)
+    return name in ("data", "__setitem__") or re.fullmatch(r"(?!__).*[^_]_|__i\w+__", name) is not None
 
 
 def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
