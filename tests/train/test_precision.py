@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import OrderedDict, UserDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -307,6 +307,31 @@ def test_the_users_own_batch_stays_in_its_dtype_when_the_model_gets_it_cast():
     for given in (UserDict(x=torch.ones(1)), Rows(torch.ones(1)), {"x": torch.ones(1)}):
         cast = precision.cast_floats_in(given, torch.bfloat16)
         assert [x.dtype for batch in (cast, given) for x in tensors_in(getattr(batch, "data", batch))] == [torch.bfloat16, torch.float32]
+
+
+@dataclass
+class WithCache:
+    """Rows, and something that is made when it is first wanted: until then the field is unset."""
+
+    x: torch.Tensor
+    cache: torch.Tensor = field(init=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"stage": 1}, {"stage": 3}, {"stage": 3, "precision": "bf16"}], ids=str)
+def test_a_dataclass_may_go_into_a_model_and_come_out_of_it_with_a_field_unset(options):
+    class Model(nn.Linear):
+        def forward(self, rows):
+            return WithCache(super().forward(rows.x))
+
+    models = [Model(2, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def body(world):
+        engine = rl.prepare(models[world.rank], loss=lambda model, rows: (model(rows).x.square().sum(), len(rows.x)), optimizer=adamw,
+                            world=world, **options)
+        return [engine.step(WithCache(torch.full((3, 2), 1.0 + world.rank))).count for _ in range(2)]
+
+    assert rl.simulate(2, body) == [[6.0, 6.0]] * 2
 
 
 def test_whole_numbers_are_not_cast_and_floats_are_also_by_keyword():

@@ -284,7 +284,8 @@ def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict | UserDict):
         held, put = dict(value), type(value).__setitem__
     elif is_dataclass(value) and not isinstance(value, type | nn.Module):
-        held, put = {field.name: getattr(value, field.name) for field in fields(value)}, object.__setattr__   # frozen dataclasses too
+        held = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}   # one may be unset
+        put = object.__setattr__   # frozen dataclasses too
     else:
         return value
     cast = {key: cast_floats_in(part, dtype) for key, part in held.items()}

@@ -193,7 +193,7 @@ def _returned_parts(value: Any) -> Iterable[Any] | None:
     if isinstance(value, list | tuple | set | frozenset | deque):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return [getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]   # one may be unset
     return None
 
 
