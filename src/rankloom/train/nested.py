@@ -46,7 +46,7 @@ def _map_parts(change: Callable[[Any], Any], batch: Any) -> Any:
             changed[key] = change(batch[key])   # not `update`, which the outputs of `transformers` refuse
         return changed
     if isinstance(batch, list | tuple):
-        return _with_values(batch, [change(value) for value in batch])
+        return with_values(batch, [change(value) for value in batch])
     if is_dataclass(batch) and not isinstance(batch, type):
         twin = copy.copy(batch)
         for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):   # a field without a default may be unset
@@ -55,7 +55,7 @@ def _map_parts(change: Callable[[Any], Any], batch: Any) -> Any:
     return batch
 
 
-def _with_values(given: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+def with_values(given: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
     """A list or tuple of the class of `given` with these values, and its attributes, whatever arguments its constructor takes."""
     if isinstance(given, list):
         twin = copy.copy(given)

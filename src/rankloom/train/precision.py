@@ -30,6 +30,7 @@ from rankloom.parallel.sections.wrapping import has_forward, read_by
 from rankloom.shard.away import watch, writes
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe
+from rankloom.train.nested import with_values
 
 GROW_AFTER = 2000        # steps without overflow until the scale doubles
 FIRST_EXPONENT = 16      # the first scale is 2**16 for a loss that is a mean
@@ -270,7 +271,8 @@ def _cast_returned(dtype: torch.dtype | None, module: nn.Module, args: Any, outp
 
 
 def cast_floats_in(value: Any, dtype: torch.dtype | None) -> Any:
-    """The same nesting (torch's pytree, dicts, dataclasses) with floats cast; None: none is. A value with nothing to cast stays itself."""
+    """The same nesting (torch's pytree, dicts, lists, tuples, dataclasses) with floats cast; None: none is. A value with nothing to cast
+    stays itself."""
     if dtype is None:
         return value
     found, nesting = tree_flatten(value)
@@ -281,6 +283,9 @@ def cast_floats_in(value: Any, dtype: torch.dtype | None) -> Any:
 def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, list | tuple):   # of a class of the user's: others are no leaves
+        parts = [cast_floats_in(part, dtype) for part in value]
+        return with_values(value, parts) if any(new is not old for new, old in zip(parts, value)) else value
     if isinstance(value, dict | UserDict):
         held, put = dict(value), type(value).__setitem__
     elif is_dataclass(value) and not isinstance(value, type | nn.Module):
