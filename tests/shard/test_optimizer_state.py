@@ -231,6 +231,20 @@ def one_parameter(world: rl.World, shape: tuple[int, ...], start: int, stop: int
     return gather_optimizer_state(optimizer, owners, {"w": ParameterSlice("w", torch.Size(shape), start, stop)}, world)["state"]["w"]
 
 
+def test_lists_that_an_optimizer_keeps_in_its_groups_are_copied_out_and_in():
+    """What it wrote to one later was in the state as well, and in other optimizers that had loaded that."""
+    saved = gathered_alone(by_dims)
+    saved["param_groups"][0]["seen"] = [1.0, {"at": torch.zeros(1)}]
+    several = [Slices(by_dims, 0, 1) for _ in range(2)]
+    for mine in several:
+        load_optimizer_state(mine.optimizer, mine.owners, mine.slices, saved, rank=0)
+    one, other = (mine.optimizer.param_groups[0]["seen"] for mine in several)
+    again = rl.simulate(1, lambda world: gather_optimizer_state(several[0].optimizer, several[0].owners, several[0].slices, world))[0]
+    one.append(2.0)
+    one[1]["at"] += 1
+    assert other == saved["param_groups"][0]["seen"] == again["param_groups"][0]["seen"] == [1.0, {"at": torch.zeros(1)}]
+
+
 def test_state_of_which_two_ranks_hold_the_same_is_told_on_all_ranks():
     """As where the group has also the ranks that hold copies."""
     def body(world):

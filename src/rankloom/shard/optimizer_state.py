@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from rankloom.base.errors import ConfigError, ModelMismatch, did_you_mean
 from rankloom.base.tensors import bytes_of
@@ -328,4 +329,5 @@ def _like(ours: Any, saved: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    """A setting of a parameter group, with lists, dicts and tensors of its own: an optimizer may write to those that it has."""
+    return tree_map(lambda part: part.detach().cpu().clone() if isinstance(part, Tensor) else part, value)
