@@ -10,7 +10,7 @@ from torch import Tensor
 def error(mine: Tensor, truth: Tensor) -> float:
     """The largest difference, in units of the truth's largest element; NaN where one of them has a NaN. `mine` may be on any device."""
     assert (mine.dtype, mine.shape) == (truth.dtype, truth.shape), f"{mine.dtype} {mine.shape} is not {truth.dtype} {truth.shape}"
-    ours, theirs = mine.detach().cpu().double(), truth.detach().double()
+    ours, theirs = (x.detach().cpu().to(torch.complex128 if x.is_complex() else torch.float64) for x in (mine, truth))
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-300)).item() if truth.numel() else 0.0
 
 

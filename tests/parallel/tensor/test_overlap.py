@@ -45,6 +45,22 @@ def test_layers_with_and_without_bias_or_transposed(pair):
     expect_equals_plain(2, lambda: shaken(Gated()), run_pair, plan={"gate_up": "packed_colwise", "down": "rowwise"}, overlap=2)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_complex_layers_are_those_of_one_process(transposed):
+    def complex_pair():
+        pair = shaken(PAIRS["transposed" if transposed else "linear"]())
+        for layer in (pair.first, pair.second):
+            for name, param in list(layer.named_parameters()):
+                setattr(layer, name, nn.Parameter(torch.complex(param.detach(), param.detach().flip(-1))))
+        return pair
+
+    def run_complex(model):
+        y = model(torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.complex128))
+        return torch.view_as_real(y), y.abs().square().sum()
+
+    expect_equals_plain(2, complex_pair, run_complex, plan={"first": "colwise", "second": "rowwise"}, overlap=2)
+
+
 class InPlace(Pair):
     """Adds to what the row gives, in place, as Llama 4 does."""
 

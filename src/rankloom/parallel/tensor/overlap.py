@@ -163,11 +163,11 @@ class _Row(Function):
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-    return grad @ (weight.T if transposed else weight)
+    return grad @ (weight.T if transposed else weight).conj()   # the identity for real numbers
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    grad, x = _rows(grad), _rows(x)
+    grad, x = _rows(grad), _rows(x).conj()
     return x.T @ grad if transposed else grad.T @ x
 
 
