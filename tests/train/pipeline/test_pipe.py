@@ -239,6 +239,16 @@ def test_a_gpt_with_a_forward_of_its_own_is_cut_by_what_it_does():
         rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_targets, token_batches(ROWS, TOKENS, VOCAB)))
 
 
+@pytest.mark.parametrize("method", ["forward", "hidden"])
+def test_a_method_that_was_set_on_the_model_itself_is_not_passed_over(method):
+    model = gpt(tie=False)
+    plain = getattr(model, method)
+    setattr(model, method, lambda *args, **options: plain(*args, **options))
+    says = r"the model has a forward of its own \(model.forward = ...\), and no rank" if method == "forward" else "say where to cut"
+    with pytest.raises(rl.ConfigError, match=says):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_targets, token_batches(ROWS, TOKENS, VOCAB)))
+
+
 # ------------------------------------------------------------------ models of no tokens
 
 
@@ -306,6 +316,13 @@ class Bare(nn.Module):
 @pytest.mark.parametrize(("pipe", "schedule"), [(2, "1f1b"), (3, "zb-h1"), (2, "zb-v"), (4, "gpipe")])
 def test_a_sequence_of_modules_is_cut_between_them(pipe, schedule):
     expect_equal(rl.Mesh(pipe=pipe), plain_sequence(), of_classes, float_batches(), pipe=schedule)
+
+
+def test_a_forward_that_was_set_on_a_sequence_is_not_passed_over():
+    model = plain_sequence()
+    model.forward = lambda x: 2 * nn.Sequential.forward(model, x)
+    with pytest.raises(rl.ConfigError, match="the model has a forward of its own"):
+        rl.simulate(rl.Mesh(pipe=2), lambda world: trained(world, model, of_classes, float_batches()))
 
 
 @pytest.mark.parametrize(("pipe", "schedule"), [(2, "1f1b"), (3, "zb-h1"), (2, "zb-v"), (4, "gpipe")])

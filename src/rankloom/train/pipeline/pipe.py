@@ -24,6 +24,7 @@ from rankloom.parallel.pipeline.cut import Piece, balance, multiplied_parameters
 from rankloom.parallel.pipeline.runtime import Loss
 from rankloom.train.dropout import Keyed
 from rankloom.train.pipeline.layer_pieces import layer_pieces, positional
+from rankloom.train.pipeline.trial import ADVICE
 from rankloom.train.precision import Precision, cast_floats_in
 
 WholeLoss = Callable[[Any, Any], tuple[Tensor, Any]]   # loss(model, micro-batch) -> (sum, count)
@@ -101,7 +102,10 @@ class Pipe:
 
 
 def _pieces_of_a(model: nn.Module) -> Callable[..., Sequence[Piece]]:
-    if isinstance(model, GPT) and type(model).forward is GPT.forward and type(model).hidden is GPT.hidden:
+    if "forward" in vars(model):
+        raise ConfigError("the model has a forward of its own (model.forward = ...), and no rank of a pipeline calls it: make it that of a "
+                          f"class, or {ADVICE}")
+    if isinstance(model, GPT) and type(model).forward is GPT.forward and type(model).hidden is GPT.hidden and "hidden" not in vars(model):
         return gpt_pieces
     return sequential_pieces if type(model).forward is nn.Sequential.forward else layer_pieces
 
