@@ -200,10 +200,10 @@ def test_a_tied_parameter_that_a_step_does_not_use_keeps_the_gradient_of_the_ste
     class Scales(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight, self.uses = nn.Parameter(torch.ones(2)), True
+            self.weight, self.bias, self.uses = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2)), True
 
         def forward(self, x):
-            return x * self.weight if self.uses else x
+            return (x * self.weight if self.uses else x) + self.bias
 
     def body(world):
         stage = Scales()
@@ -715,11 +715,21 @@ def small(world, schedule, microbatches=2, module=None, loss=lambda y, _: (y.sum
     ({"loss": lambda y, _: (y, 1)}, LossError, r"expected \(sum, count\)"),
     ({"loss": lambda y, _: (y.sum(), 1, y)}, LossError, r"expected \(sum, count\)"),
     ({"loss": lambda y, _: (y.sum(), None)}, LossError, "F0@0 in group 'world': the loss function counted a NoneType, expected one number"),
+    ({"loss": lambda y, _: (y.sum().detach(), 1)}, LossError, "F0@0 in group 'world': the sum .* has no gradient; was it detached"),
     ({"batches": [("text", None)] * 2}, ConfigError, "a micro-batch gives str; stages take and return tensors, one or several"),
 ])
 def test_a_mistake_is_refused_with_what_was_expected(options, error, message):
     with pytest.raises(error, match=message):
         rl.simulate(1, lambda w: small(w, make_schedule("1f1b", 1, 2), **options))
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused_on_all_ranks(off):
+    def body(world):
+        with off(), pytest.raises(LossError, match="step in group 'world': gradients are switched off"):
+            small(world, make_schedule("1f1b", 2, 2))
+
+    rl.simulate(2, body)
 
 
 @pytest.mark.parametrize("call", [Pipeline.step, Pipeline.evaluate])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rankloom.base.errors import BatchError, ConfigError
+from rankloom.base.errors import BatchError, ConfigError, LossError
 from rankloom.base.expect import expect_type
 from rankloom.base.loss import sum_and_count, take_auxiliary_loss
 from rankloom.parallel.model_split import ModelSplit
@@ -89,6 +89,9 @@ class Pipeline:
         raises:  BatchError when the schedule is for another number of micro-batches; LossError
         """
         expect_type("microbatches", microbatches, Sequence, MICROBATCHES)
+        if not torch.is_grad_enabled():
+            raise LossError(f"{self.group.where('step')}: gradients are switched off, as in torch.no_grad(), and a step computes them; "
+                            "`evaluate` computes the loss alone")
         if len(microbatches) != self.schedule.microbatches:
             raise BatchError(f"{self.group.where('step')}: {len(microbatches)} micro-batches for a schedule of "
                              f"{self.schedule.microbatches}; make one for the number there is")
@@ -173,7 +176,11 @@ class Pipeline:
 
     def _loss(self, output: Any, m: int) -> Tensor:
         returned = self.loss(output, self._step[m][1])
-        loss, count = sum_and_count(returned, self.group.where(f"F{m}@{self.schedule.stages - 1}"))
+        where = self.group.where(f"F{m}@{self.schedule.stages - 1}")
+        loss, count = sum_and_count(returned, where)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise LossError(f"{where}: the sum that the loss function returned has no gradient; was it detached? Where there is nothing "
+                            "to sum, return for example `logits.sum() * 0, 0`")
         self._totals[1] += count
         return loss
 
