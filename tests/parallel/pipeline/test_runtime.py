@@ -28,7 +28,7 @@ from rankloom.models.pieces import gpt_answer, gpt_pieces
 from rankloom.parallel.pipeline import messages
 from rankloom.parallel.pipeline.actions import needs, parse_schedule
 from rankloom.parallel.pipeline.check import peak_live
-from rankloom.parallel.pipeline.cut import balance, find_tied, make_stages
+from rankloom.parallel.pipeline.cut import Stage, balance, find_tied, make_stages
 from rankloom.parallel.pipeline.messages import AHEAD, in_order_of_sending, proven_arrivals
 from rankloom.parallel.pipeline.passes import add_gathers, add_reductions, apply_pass, send_gradients_first, with_messages
 from rankloom.parallel.pipeline.runtime import Hooks, Pipeline
@@ -353,6 +353,38 @@ def test_a_stage_may_go_backward_in_its_forward():
     loss, batches = lambda y, _: (y.square().sum(), 1), [(torch.full((2, 4), i / 4, dtype=torch.float64), None) for i in range(3)]
     results = rl.simulate(2, lambda w: run(w, build, loss, make_schedule("zb-h1", 2, 3), batches))
     expect_equal(results, one_process(build(), loss, batches))
+
+
+@pytest.mark.parametrize("plan", ["F0@0 F1@0 F0@1 F1@1 B0@1 B1@1 B0@0 B1@0", "F0@0 F1@0 B0@0 B1@0\nF0@1 F1@1 B0@1 B1@1"],
+                         ids=["one rank", "two ranks"])
+def test_a_buffer_that_a_stage_hands_on_and_then_changes_arrives_as_it_was(plan):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1 << 18, dtype=torch.float64))   # long enough to be under way for a while
+            self.layer = linear(4, 4)
+
+        def forward(self, x):
+            self.calls += 1
+            return self.layer(x), self.calls[1:]
+
+    def body(world):
+        seen, layer = [], linear(4, 4)
+
+        def look(x, calls):
+            seen.append((calls.min().item(), calls.max().item()))
+            return layer(x)
+
+        stages = [Counts(), Stage([({"layer": layer}, look)])]
+        held = {stage: stages[stage] for stage in schedule.held_by(world.rank)}
+        pipeline = Pipeline(held, world, schedule, lambda y, _: (y.sum(), 1))
+        batches = [(torch.ones(2, 4, dtype=torch.float64), None)] * 2
+        pipeline.step(batches)
+        pipeline.evaluate(batches)
+        return seen
+
+    schedule = parse_schedule(plan)
+    assert rl.simulate(len(schedule.ranks), body)[-1] == [(n, n) for n in (1.0, 2.0, 3.0, 4.0)]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("zb-v", 2)])

@@ -160,7 +160,7 @@ class Pipeline:
         if torch.is_grad_enabled():
             self._live[stage, m] = _Live(inputs, outputs, losses, products)
         if stage < self.schedule.stages - 1:
-            self._border["F", stage + 1, m] = [_leaf(y) for y in outputs]
+            self._border["F", stage + 1, m] = [_leaf(y) for y in _apart_from_buffers(outputs, self.stages[stage])]
 
     def _compute(self, stage: int, m: int, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The stage's outputs for the next one, and the losses computed in it."""
@@ -286,6 +286,14 @@ def _as_list(value: Any, what: str) -> list[Tensor]:
         raise ConfigError(f"{what} gives {', '.join(type(each).__name__ for each in values) or 'nothing'}; "
                           "stages take and return tensors, one or several")
     return values
+
+
+def _apart_from_buffers(outputs: Sequence[Tensor], stage: nn.Module) -> list[Tensor]:
+    """The outputs, with copies of those that lie in buffers: a later forward may change these before the next stage has read them."""
+    if all(y.grad_fn for y in outputs):
+        return list(outputs)
+    buffers = {buffer.untyped_storage()._cdata for buffer in stage.buffers() if buffer.layout is torch.strided}
+    return [y.clone() if y.layout is torch.strided and y.untyped_storage()._cdata in buffers else y for y in outputs]
 
 
 def _leaf(y: Tensor) -> Tensor:
