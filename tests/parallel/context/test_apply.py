@@ -85,6 +85,24 @@ def test_packed_documents_are_as_if_each_were_a_row_of_its_own(ranks, kind):
     rl.simulate(ranks, body)
 
 
+class TakesDocuments(GPT):
+    """Its documents may be given by position."""
+
+    def forward(self, tokens, documents=None, targets=None, part=WHOLE):
+        return super().forward(tokens, targets, documents=documents, part=part)
+
+
+def test_documents_given_by_position_are_those_of_the_part_too():
+    model, (tokens, targets), numbers = TakesDocuments(CONFIG, dtype=torch.float64), batch_of(), documents_of(3, 21)
+    truth, _ = model(tokens, numbers, targets)
+
+    def body(world):
+        total, _ = context_parallel(copy.deepcopy(model), world)(tokens, numbers, targets)
+        torch.testing.assert_close(world.all_reduce(total.detach().clone()), truth.detach(), rtol=RTOL, atol=0)
+
+    rl.simulate(2, body)
+
+
 def test_one_process_packs_documents_by_the_same_words():
     model, batch, numbers = GPT(CONFIG, dtype=torch.float64), batch_of(), documents_of(3, 21)
     truth = one_document_at_a_time(copy.deepcopy(model), batch, numbers)

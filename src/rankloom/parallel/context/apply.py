@@ -109,7 +109,10 @@ class _OwnTokens:
         if kwargs.get("caches") is not None or isinstance(kwargs.get("part"), TokensApart):
             return args, kwargs
         documents = kwargs.pop("documents", None)
-        tokens = self.signature.bind(*args, **kwargs).arguments["tokens"]
+        bound = self.signature.bind(*args, **kwargs)
+        if (by_position := bound.arguments.pop("documents", None)) is not None:
+            documents, args, kwargs = by_position, bound.args, bound.kwargs
+        tokens = bound.arguments["tokens"]
         self._expect_rows(model, tokens)
         length = tokens.shape[1]
         if self.limited is not None:
