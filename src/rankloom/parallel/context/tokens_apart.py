@@ -4,7 +4,8 @@ On ranks that share a sequence all but `part.attend` and `part.gather` sees the 
 convolution, a shift, a mean over the row would see a shorter row on each rank, and train a little worse without a word. So before the
 first forward a few tokens go through the model with an attention that leaves each to itself: first all, then those with even positions,
 then the others. What becomes of a token must be the same, whichever are beside it. That must hold whatever the parameters are, so those
-that begin at nothing, such as gates, do not hide what they let in later: they are other numbers meanwhile.
+that begin at nothing, such as gates, or as small as the matrices of many models, do not hide what they let in later: they are other numbers
+meanwhile.
 """
 
 from collections.abc import Iterator, Mapping
@@ -95,15 +96,15 @@ def expect_tokens_apart(model: nn.Module, group: Group, tokens: Tensor, args: tu
 
 @contextmanager
 def _without_small_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, trained parameters of next to nothing are others, of a usual size, while the module that holds them runs.
+    """Inside, trained parameters that are small are others, of a usual size, while the module that holds them runs.
 
     Not longer and not in place: sharded parameters have values only then, and ranks may share their memory.
     """
     replaced: dict[nn.Module, dict[str, nn.Parameter]] = {}
 
     def replace(module: nn.Module, _args: Any) -> None:
-        small = {name: param for name, param in module._parameters.items() if param is not None and param.requires_grad
-                 and param.is_floating_point() and not (param.abs() >= NOTHING).any()}
+        small = {name: param for name, param in module._parameters.items()
+                 if param is not None and param.requires_grad and param.is_floating_point() and _is_small(param)}
         replaced.setdefault(module, {}).update(small)
         module._parameters.update({name: nn.Parameter(usual_values(name, param)) for name, param in small.items()})
 
@@ -119,6 +120,12 @@ def _without_small_parameters(model: nn.Module) -> Iterator[None]:
             hook.remove()
         for module in list(replaced):   # whose forward has failed
             put_back(module)
+
+
+def _is_small(param: Tensor) -> bool:
+    """Whether it hides what it is multiplied with: all of it is next to nothing, or it is a matrix of less than half the usual size."""
+    is_matrix = param.dim() == 2 and param.numel() > 0
+    return not (param.abs() >= NOTHING).any() or (is_matrix and float(param.norm()) < 0.5 * len(param) ** 0.5)
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int,
