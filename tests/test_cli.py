@@ -253,7 +253,7 @@ def test_a_signal_before_the_first_step_ends_a_rank_also_in_an_import_that_takes
            "    try: signal.raise_signal(signal.SIGINT)\n    except BaseException: raise ImportError('no such thing')\n" \
            "cli._be_a_rank = rank; cli.main()"
     done = subprocess.run([sys.executable, "-c", code, "train", "train.toml"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "")
+    assert (done.returncode, done.stderr) == (130, "stopped by SIGINT\n")
 
 
 def test_what_a_command_imports_is_never_looked_at_by_the_garbage_collector():
@@ -313,7 +313,7 @@ def test_a_mistake_that_the_ranks_find_is_one_message_too(folder, here):
     assert done.returncode == 2
     assert done.stderr.count("not UTF-8: byte 0xe9 at offset 3") == 1, done.stderr
     assert "Traceback" not in done.stderr
-    assert "run folder: runs/bad" in done.stdout
+    assert done.stdout == "run folder: runs/bad\n", "once"
 
 
 def test_a_file_named_as_a_module_of_python_in_the_current_folder_is_not_imported_by_ranks(folder, here):
@@ -371,6 +371,17 @@ def test_a_run_that_fails_once_its_summary_is_there_says_its_folder_too(folder, 
     with pytest.raises(rl.RankFailed):
         cli.train(Path("train.toml"), "--mesh.replicate", "2", "--run.name", "full")
     assert capsys.readouterr().out == "run folder: runs/full\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_a_signal_ends_before_its_first_step_says_so_and_its_folder_once(folder, ranks):
+    Path("long.jsonl").write_text('{"text": "of a million documents"}\n' * 1_000_000)   # to read them takes seconds
+    words = ["train", "train.toml", "--data.source", "long.jsonl", "--mesh.replicate", str(ranks)]
+    with subprocess.Popen([*RANKLOOM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline().startswith("run folder: runs/")
+        child.send_signal(signal.SIGINT)
+        assert child.communicate() == ("", "stopped by SIGINT\n")
+    assert child.returncode == 130
 
 
 def test_a_backend_of_matplotlib_that_is_not_installed_spoils_no_plot(folder):

@@ -27,7 +27,7 @@ from rankloom.base.garbage import lasting
 from rankloom.base.text import not_drawn, printable, show_any_text, whole_number
 from rankloom.watch.progress import Progress, Screen, is_closed
 from rankloom.world.launch import RANKLOOM, cores, debug_mode, find_place, forget_plot_backend, record_failure
-from rankloom.world.leave import handling_stop_signals, leave_at_once, leaving_on_signals
+from rankloom.world.leave import handling_stop_signals, leave_at_once, leaving_on_signals, say_stopped
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rankloom.train.run.schema import Config
     from rankloom.watch.scaling import Row
 
-SHOW_CURSOR = "\x1b[?25h"   # a rank that was killed while drawing leaves it hidden
 ConfigFile = Annotated[Path, Parameter(allow_leading_hyphen=True)]   # a key in its place is told so
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True)]
 Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]   # a text may begin so
@@ -139,7 +138,7 @@ def _launch_ranks(config: "Config") -> None:
     """Start the ranks of a run on this machine, and wait for them. They read the config in the run folder: its file may be a pipe, or be
     edited for the next run while they start."""
     with lasting():
-        from rankloom.train.run.folder import claim_run_folder, flag_of_folder, hold, no_empty_folder, write_run_config
+        from rankloom.train.run.folder import began, claim_run_folder, flag_of_folder, hold, holds_run, no_empty_folder, write_run_config
         from rankloom.world.agent import launch_ranks
         from rankloom.world.connect import expect_room_here
     expect_room_here(config.mesh.as_mesh().size, config.comm.backend)
@@ -155,7 +154,11 @@ def _launch_ranks(config: "Config") -> None:
             raise RankFailed(f"rank 0 ended with exit code 0 before it wrote {summary}", rank=0)
     finally:
         if not concluded:   # rank 0, which prints this at its end, did not get that far; if only samples failed, there is a summary
-            _show([*([SHOW_CURSOR] if os.isatty(1) else []), f"run folder: {run}"])
+            app.console.show_cursor()   # a rank that was killed while drawing leaves it hidden
+            if holds_run(run) or not began(run):   # else rank 0 has said it a moment ago
+                _show([f"run folder: {run}"])
+    if not concluded:
+        say_stopped(code - 128)
     raise SystemExit(code)
 
 
@@ -261,8 +264,6 @@ def _run_child(argv: Sequence[str]) -> None:
 
 
 def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
-    from rich.console import Console
-
     from rankloom.train.run.folder import write_json
     from rankloom.watch.tables import folding_table
 
@@ -270,7 +271,7 @@ def _show_scaling(rows: list["Row"], folder: Path, title: str) -> None:
     for row in rows:
         numbers = (f"{row.tokens_per_second:,.0f}", f"{row.speed_up:.2f}", f"{row.efficiency:.0%}")
         table.add_row(str(row.ranks), *numbers, f"{row.communication:.0%}")
-    Console().print(table)
+    _show([table])
     if rows[-1].ranks > cores():
         print(f"more ranks than this machine's {cores()} cores share them: their speed-up cannot grow")
     write_json(folder / "scale.json", [asdict(row) for row in rows])

@@ -23,10 +23,10 @@ with leaving_on_signals(as_killed={as_killed}):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_an_import_that_swallows_exceptions_ends_the_process_with_its_code(number):
-    for as_killed, code in ((False, 128 + number), (True, -number)):
+    for as_killed, code, said in ((False, 128 + number, f"stopped by {number.name}\n"), (True, -number, "")):
         script = IMPORTS.format(number=int(number), as_killed=as_killed)
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout, done.stderr) == (code, "told", "")
+        assert (done.returncode, done.stdout, done.stderr) == (code, "told", said)
 
 
 WRITING = """

@@ -22,6 +22,12 @@ def leave_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
+def say_stopped(number: int) -> None:
+    """Tell the user that this signal has ended a run which saves nothing. A handler may call it in the middle of other output."""
+    with suppress(OSError):   # a closed terminal
+        os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
+
+
 def flush_output() -> None:
     """Flush what was printed, as far as it can be written."""
     for stream in (sys.stdout, sys.stderr):
@@ -62,6 +68,7 @@ def leaving_on_signals(*, as_killed: bool = False) -> Iterator[None]:
             delete_unfinished()
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        say_stopped(number)
         leave_at_once(128 + number)
 
     with handling_stop_signals(leave):

@@ -118,6 +118,11 @@ def holds_run(path: Path) -> bool:
     return (path / "model.safetensors").exists() or (path / "checkpoints").exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
 
+def began(path: Path) -> bool:
+    """Whether rank 0 has opened its journal in a run folder: it says then where that is."""
+    return (path / "metrics.jsonl").exists()
+
+
 def leave_if_empty(run: Path) -> None:
     """Remove a run folder in which nothing has been written; leave any other."""
     for folder in (run / "events", run / "logs", run):
