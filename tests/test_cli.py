@@ -509,6 +509,14 @@ def test_a_reader_that_ends_early_is_not_taken_for_a_failed_rank(words):
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
+def test_a_rank_of_a_bench_whose_reader_has_ended_is_killed_as_by_a_closed_terminal_which_a_launcher_explains(folder):
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([*RANKLOOM, "bench"], stdout=write, check=False, env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"})
+    os.close(write)
+    assert ended.returncode == -signal.SIGHUP
+
+
 @pytest.mark.parametrize("words", ["--help", "presets", "schedule list"])
 def test_an_output_whose_disk_is_full_is_one_message(words):
     with open("/dev/full", "w") as full:

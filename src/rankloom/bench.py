@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -27,7 +26,7 @@ from rankloom.comm.bench_results import Findings, bandwidth, bus_bandwidth, find
 from rankloom.comm.operands import widening
 from rankloom.train.run.folder import write_json
 from rankloom.train.run.scaling_runs import parse_ranks
-from rankloom.watch.progress import BenchProgress
+from rankloom.watch.progress import BenchProgress, Screen
 from rankloom.world.agent import launch_ranks
 from rankloom.world.cluster import read_cluster, write_links
 from rankloom.world.connect import expect_room_here
@@ -93,7 +92,7 @@ def launch(ranks: int, words: Sequence[str], folder: Path) -> tuple[int, Measure
 def join_launched(study: Study, topology: Path | None, backend: str) -> Measured:
     """Run as one of the ranks that a launcher has started. Rank 0 draws the progress."""
     world = init(topology=topology, backend=backend)
-    with BenchProgress(Console(), world.size) as progress:
+    with BenchProgress(Screen(), world.size) as progress:
         sink = progress if world.rank == 0 else ignore
         carrier = "nccl or gloo" if world.device.type == "cuda" else world.backend
         sink(Notice(world.rank, f"{world.topology}, {world.device.type} tensors, backend {carrier}"))
