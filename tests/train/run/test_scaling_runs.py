@@ -121,6 +121,14 @@ def test_the_axes_that_are_not_of_data_stay_and_must_divide_the_ranks(file):
         planned(file, [1, 2], overrides=words)
 
 
+def test_ranks_that_a_run_would_refuse_only_when_it_begins_are_refused_before_the_first_run(file, tmp_path):
+    with pytest.raises(ConfigError, match="on 300 ranks: 300 ranks share a host, expected 256 at most"):
+        planned(file, [1, 300], weak=True)
+    (tmp_path / "cluster.toml").write_text("nodes = [[0, 1]]")
+    with pytest.raises(ConfigError, match="on 4 ranks: .*cluster.toml: nodes: has 2 ranks, but the job has 4"):
+        planned(file, [2, 4], overrides=["--comm.topology", str(tmp_path / "cluster.toml")])
+
+
 def test_a_folder_that_holds_runs_of_an_earlier_study_is_refused_before_the_first_run(file, tmp_path):
     for name in ("ranks-2", "ranks-8"):
         (tmp_path / name).mkdir()

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankloom.base.errors import ConfigError
+from rankloom.base.topology import Topology
 from rankloom.data.text import expect_source
 from rankloom.data.tokenizer import expect_tokenizer
 from rankloom.train.run.config import Table, config_of, parse_overrides
 from rankloom.train.run.folder import flag_of_folder, holds_run
 from rankloom.train.run.schema import Config
+from rankloom.world.cluster import read_cluster
+from rankloom.world.connect import expect_room_here
 
 DECIDED = {("run", "name"): "which names its runs after their ranks: --out is their folder",
            ("train", "steps"): "whose runs are as long as --steps says"}
@@ -69,7 +72,8 @@ def plan_study(table: Table, where: str, overrides: Sequence[str], ranks: Sequen
 
     table:  the user's; where: its source, for errors
     raises: DataError when there is no text; ConfigError for an impossible number of ranks, such as one that the other axes do not
-            divide, for an override that would have no effect, and for a folder that holds such runs
+            divide, that has no room on a host or that a cluster file has not, for an override that would have no effect, and for a folder
+            that holds such runs
     """
     flags = {(flag.section, flag.key): flag for flag in parse_overrides(overrides)}
     config = config_of(table, where, [*flags.values()])
@@ -87,6 +91,9 @@ def plan_study(table: Table, where: str, overrides: Sequence[str], ranks: Sequen
         try:
             more = study_overrides(config, n, steps=steps, weak=weak, threads=threads, folder=folder, shard=shard)
             plans[n] = config_of(table, where, parse_overrides([*overrides, *more]))
+            expect_room_here(n, config.comm.backend)
+            if config.comm.topology is not None:
+                read_cluster(config.comm.topology, n, Topology.even(1, n))
         except ConfigError as error:
             raise ConfigError(f"on {n} ranks: {error}") from None
     return plans
