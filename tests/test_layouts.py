@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -82,6 +83,18 @@ def test_the_table_of_ranks_says_place_stage_rows_and_bytes():
         "128 x 128", "[rows/tensor, cols]", "rows 0-63 (heads 0-1)  |  rows 64-127 (heads 2-3)")
     assert kinds["blocks.*.attention.output.weight"][1:] == ("[rows, cols/tensor]", "cols 0-63 (heads 0-1)  |  cols 64-127 (heads 2-3)")
     assert kinds["blocks.*.mlp_norm.weight"] == ("128", "[elements]", "whole")
+
+
+def test_rows_are_told_without_counting_them():
+    """A batch given in tokens by mistake took minutes, and more memory than there is."""
+    tracemalloc.start()
+    try:
+        ranks = cells(shown(*SMALL, "--mesh.tensor", "2", "--train.local_batch_size", "4000000")[2])
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [row["rows"] for row in ranks] == ["0-3999999"] * 2
+    assert most < 4_000_000, "less than a byte for each"
 
 
 def test_stages_are_told_where_ranks_have_several():

@@ -168,7 +168,7 @@ def table_of_ranks(run: RunOnPaper) -> Table:
         found = [experts_of(part) for part in run.ranks]
         total = next(total for _, total in filter(None, found))
         columns[f"experts\nof {total}"] = [say_numbers(held[0]) if held else "-" for held in found]
-    columns["rows"] = [say_numbers(part.rows) for part in run.ranks]
+    columns["rows"] = [_span(part.rows.start, part.rows.stop) for part in run.ranks]
     if run.mesh.context > 1:
         columns["tokens"] = [", ".join(_span(span.start, span.stop) for span in part.tokens) for part in run.ranks]
     kinds = [kind for kind in run.ranks[0].held if any(part.held[kind] for part in run.ranks)]
