@@ -29,6 +29,12 @@ def test_a_signal_in_an_import_that_swallows_exceptions_ends_the_process_with_it
         assert (done.returncode, done.stdout, done.stderr) == (code, "told", said)
 
 
+def test_a_process_without_an_output_ends_at_a_signal_with_its_code_too():
+    script = IMPORTS.format(number=int(signal.SIGTERM), as_killed=False)
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "stopped by SIGTERM\n")
+
+
 WRITING = """
 import signal, sys, threading
 from pathlib import Path

@@ -24,13 +24,14 @@ def leave_at_once(code: int) -> NoReturn:
 
 def say_stopped(number: int) -> None:
     """Tell the user that this signal has ended a run which saves nothing. A handler may call it in the middle of other output."""
-    with suppress(OSError):   # a closed terminal
-        os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
+    if sys.stderr is not None:   # else another file may have its number
+        with suppress(OSError):   # a closed terminal
+            os.write(sys.stderr.fileno(), f"stopped by {signal.Signals(number).name}\n".encode())
 
 
 def flush_output() -> None:
     """Flush what was printed, as far as it can be written."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):   # a daemon may have neither
         with suppress(OSError, RuntimeError):   # the reader has ended, or a signal came in the middle of a line
             stream.flush()
 
