@@ -392,6 +392,13 @@ def test_a_backend_of_matplotlib_that_is_not_installed_spoils_no_plot(folder):
     assert done.stdout.endswith("run folder: runs/one\n") and Path("runs/one/loss.png").exists()
 
 
+def test_a_width_of_0_columns_is_none():
+    without_a_terminal = {**os.environ, "COLUMNS": "0"}
+    assert "Unknown command" in rankloom("tarin", env=without_a_terminal).stderr
+    for words in (["--help"], ["schedule", "list"]):
+        assert rankloom(*words, env=without_a_terminal).stdout == rankloom(*words, env={**os.environ, "COLUMNS": "80"}).stdout != ""
+
+
 def test_scale_launches_ranks_that_reach_the_same_losses_as_one_and_measures_tabulates_and_draws(here):
     done = here("scale", "train.toml", "--ranks", "1,2", "--steps", "6", "--out", "out")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -26,7 +26,7 @@ from rankloom.base.files import expanded, make_folder, parse_path
 from rankloom.base.garbage import lasting
 from rankloom.base.text import not_drawn, printable, show_any_text, whole_number
 from rankloom.watch.progress import Progress, Screen, is_closed
-from rankloom.world.launch import RANKLOOM, cores, debug_mode, find_place, forget_plot_backend, record_failure
+from rankloom.world.launch import RANKLOOM, cores, debug_mode, find_place, forget_useless_settings, record_failure
 from rankloom.world.leave import handling_stop_signals, leave_at_once, leaving_on_signals, say_stopped
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]   # a text may beg
 Place = Annotated[Path, Parameter(converter=parse_path)]
 Whole = Annotated[int, Parameter(converter=whole_number)]   # cyclopts itself rounds 8.5
 
+forget_useless_settings()
 app = App(
     name="rankloom", version=__version__, help_format="plaintext",
     help="Train models on many ranks, and see what every rank does.", console=Screen(),
@@ -54,7 +55,6 @@ app = App(
 def main() -> None:
     """Run one command. A user's mistake gives one message and exit code 2, never a traceback."""
     show_any_text()
-    forget_plot_backend()
     try:
         try:
             app()

@@ -96,9 +96,15 @@ def fix_cublas_workspace() -> None:
         os.environ.setdefault(name, value)
 
 
-def forget_plot_backend() -> None:
-    """For programs that draw to files only. Where MPLBACKEND names a backend that is missing, such as a notebook's, no import works."""
+def forget_useless_settings() -> None:
+    """For programs that print, and draw to files only. Call it before they make a console.
+
+    Where MPLBACKEND names a backend that is missing, such as a notebook's, no import works. Where COLUMNS is 0, as scripts set it that
+    asked for the width without a terminal, rich prints neither tables nor errors.
+    """
     os.environ.pop("MPLBACKEND", None)
+    if os.environ.get("COLUMNS") == "0":
+        del os.environ["COLUMNS"]
 
 
 def record_failure(error: BaseException) -> bool:
