@@ -1672,13 +1672,17 @@ def test_a_mean_that_fp16_has_comes_out_where_the_sum_over_ranks_is_infinite(mes
 
 
 def test_what_a_model_is_called_with_comes_in_the_format_it_computes_in():
+    @dataclass
+    class Beside:
+        bias: torch.Tensor
+
     class Named(Net):
-        def forward(self, x, also):
-            return super().forward(x[0]) + also["bias"]
+        def forward(self, x, also, beside):
+            return super().forward(x[0]) + also["bias"] + beside.bias
 
     def body(world):
         model = rl.fully_shard(made(Named).float(), world, compute=torch.bfloat16)
-        y = model([inputs().float()], also={"bias": torch.ones(WIDTH)})
+        y = model([inputs().float()], also={"bias": torch.ones(WIDTH)}, beside=Beside(torch.ones(WIDTH)))
         y.square().mean().backward()
         return y.dtype, {p.grad.dtype for p in model.parameters() if p.grad is not None}
 

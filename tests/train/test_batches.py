@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rankloom as rl
+from rankloom.base.nested import map_tensors
 from rankloom.base.shares import share
 from rankloom.train.batches import (
     MicroBatches,
@@ -24,7 +25,6 @@ from rankloom.train.batches import (
     rows_of,
     with_halves,
 )
-from rankloom.train.nested import map_tensors
 
 Pair = namedtuple("Pair", "x y")
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from rankloom.base.compression import BACKEND, EXACT, why_not_for_slices
 from rankloom.base.errors import ConfigError, UnitError
 from rankloom.base.expect import expect_callable, expect_type
 from rankloom.base.names import full_name
+from rankloom.base.nested import cast_floats_in
 from rankloom.base.tensors import expect_number_format
 from rankloom.comm.compress import Summing
 from rankloom.parallel.axes import expect_same_part
@@ -80,9 +80,7 @@ class FullySharded(nn.Module):
         """
         if not torch.compiler.is_compiling():
             self._expect_as_wrapped()
-        if self._compute is not None:
-            args, kwargs = tree_map(self._cast, (args, kwargs))
-        return self.module(*args, **kwargs)
+        return self.module(*cast_floats_in(args, self._compute), **cast_floats_in(kwargs, self._compute))
 
     def _expect_as_wrapped(self) -> None:
         expect_none_beside(self)
@@ -106,9 +104,6 @@ class FullySharded(nn.Module):
         if thawed:
             raise ConfigError(f"{thawed} was frozen when the model was sharded, and is to be trained now: no optimizer has a slice of it. "
                               "Shard the model with all that will be trained, and freeze parts of it afterwards")
-
-    def _cast(self, value: Any) -> Any:
-        return value.to(self._compute) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's slices, one-dimensional, maybe empty, under the plain model's names. What was frozen before sharding has none."""

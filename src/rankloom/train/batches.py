@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from rankloom.base.errors import BatchError
+from rankloom.base.nested import all_of, map_rows, map_tensors
 from rankloom.base.shares import chunk_sizes, share
-from rankloom.train.nested import all_of, map_rows, map_tensors
 from rankloom.world.group import Group
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)

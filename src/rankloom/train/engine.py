@@ -30,6 +30,7 @@ from rankloom.base.errors import ConfigError, LossError, UnitError
 from rankloom.base.events import Load, Sink, StepDone
 from rankloom.base.loss import exact_sum, sum_and_count
 from rankloom.base.modes import evaluating
+from rankloom.base.nested import map_tensors
 from rankloom.base.shares import share
 from rankloom.parallel.context.apply import limited_to
 from rankloom.parallel.context.tokens_apart import SomeTokens
@@ -46,7 +47,6 @@ from rankloom.train.fingerprints import SAME_NUMBERS, OptimizerMark, numbers_of
 from rankloom.train.first_steps import FirstSteps
 from rankloom.train.fp8 import Float8Layers
 from rankloom.train.memory_report import Held, explain_out_of_memory, held_by, peak_memory
-from rankloom.train.nested import map_tensors
 from rankloom.train.optimizer_step import Outcome, apply_gradients
 from rankloom.train.placement import Placement, ReplicatedPlacement
 from rankloom.train.precision import UNMEASURED, LossScale, Precision

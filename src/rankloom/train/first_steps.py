@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankloom.base.errors import BatchError, ConfigError, LossError
 from rankloom.base.mesh import SHARING_AXES
+from rankloom.base.nested import all_of
 from rankloom.base.tensors import digest
 from rankloom.train.batches import MicroBatches
 from rankloom.train.blocks.compiled import is_compiled
-from rankloom.train.nested import all_of
 from rankloom.train.placement import Placement
 from rankloom.train.put_back import same_bits, untrained
 from rankloom.train.sum_check import EQUAL_IF_WITHIN, SAME_IF_WITHIN, LimitedTo, expect_sum_of_step

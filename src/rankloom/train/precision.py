@@ -8,9 +8,8 @@ source: Micikevicius et al. 2018
 """
 
 import copy
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from math import isfinite, log2
@@ -19,18 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rankloom.base.errors import ConfigError, UnitError, did_you_mean
 from rankloom.base.expect import expect_type
 from rankloom.base.hooks import copy_user_attributes
 from rankloom.base.names import is_inside
+from rankloom.base.nested import cast_floats_in
 from rankloom.base.tensors import expect_number_format, keep_until_read
 from rankloom.parallel.sections.wrapping import has_forward, read_by
 from rankloom.shard.away import watch, writes
 from rankloom.shard.unit import Formats
 from rankloom.train.fp8 import Recipe
-from rankloom.train.nested import with_values
 
 GROW_AFTER = 2000        # steps without overflow until the scale doubles
 FIRST_EXPONENT = 16      # the first scale is 2**16 for a loss that is a mean
@@ -268,38 +266,6 @@ def _cast_given(dtype: torch.dtype | None, module: nn.Module, args: tuple[Any, .
 
 def _cast_returned(dtype: torch.dtype | None, module: nn.Module, args: Any, output: Any) -> Any:
     return cast_floats_in(output, dtype)
-
-
-def cast_floats_in(value: Any, dtype: torch.dtype | None) -> Any:
-    """The same nesting (torch's pytree, dicts, lists, tuples, dataclasses) with floats cast; None: none is. A value with nothing to cast
-    stays itself."""
-    if dtype is None:
-        return value
-    found, nesting = tree_flatten(value)
-    changed = [_cast_leaf(leaf, dtype) for leaf in found]
-    return tree_unflatten(changed, nesting) if any(new is not old for new, old in zip(changed, found)) else value
-
-
-def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, list | tuple):   # of a class of the user's: others are no leaves
-        parts = [cast_floats_in(part, dtype) for part in value]
-        return with_values(value, parts) if any(new is not old for new, old in zip(parts, value)) else value
-    if isinstance(value, dict | UserDict):
-        held, put = dict(value), type(value).__setitem__
-    elif is_dataclass(value) and not isinstance(value, type | nn.Module):
-        held = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}   # one may be unset
-        put = object.__setattr__   # frozen dataclasses too
-    else:
-        return value
-    cast = {key: cast_floats_in(part, dtype) for key, part in held.items()}
-    if all(cast[key] is part for key, part in held.items()):
-        return value
-    changed = copy.copy(value)   # with its other attributes
-    for key, part in cast.items():
-        put(changed, key, part)
-    return changed
 
 
 @dataclass(frozen=True, slots=True)

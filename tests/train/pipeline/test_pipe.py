@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rankloom as rl
 from closeness import expect_close
+from rankloom.base.nested import map_tensors
 from rankloom.models.config import MoEConfig
 from rankloom.models.loss import language_model_loss
 from rankloom.models.pieces import gpt_pieces
@@ -20,7 +21,6 @@ from rankloom.models.sequence_part import WHOLE
 from rankloom.parallel.context.apply import own_tokens
 from rankloom.parallel.context.rows import KINDS
 from rankloom.parallel.pipeline.cut import balance, multiplied_parameters, sequential_pieces
-from rankloom.train.nested import map_tensors
 from rankloom.train.precision import precision_named
 from token_rows import token_batches
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from rankloom.base.errors import ConfigError
 from rankloom.base.modes import evaluating
+from rankloom.base.nested import map_tensors
 from rankloom.parallel.context.rows import RING
 from rankloom.parallel.pipeline.build import sizes_by_measure
 from rankloom.parallel.pipeline.measure import measure_pieces
 from rankloom.parallel.pipeline.search import stages_a_rank
 from rankloom.train.dropout import DropoutKey
-from rankloom.train.nested import map_tensors
 from rankloom.train.pipeline.pipe import ChosenPipe
 from rankloom.train.pipeline.running_microbatch import RunningMicrobatch
 from rankloom.train.pipeline.stages import pieces_for

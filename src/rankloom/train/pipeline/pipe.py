@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from rankloom.base.errors import ConfigError, LossError
 from rankloom.base.expect import expect_callable, expect_type
+from rankloom.base.nested import cast_floats_in
 from rankloom.models.gpt import GPT
 from rankloom.models.pieces import BeforeOutput, gpt_answer, gpt_pieces
 from rankloom.parallel.data import embeddings
@@ -25,7 +26,7 @@ from rankloom.parallel.pipeline.runtime import Loss
 from rankloom.train.dropout import Keyed
 from rankloom.train.pipeline.layer_pieces import layer_pieces, positional
 from rankloom.train.pipeline.trial import ADVICE
-from rankloom.train.precision import Precision, cast_floats_in
+from rankloom.train.precision import Precision
 
 WholeLoss = Callable[[Any, Any], tuple[Tensor, Any]]   # loss(model, micro-batch) -> (sum, count)
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from rankloom.base.documents import document_cuts
+from rankloom.base.nested import cast_floats_in
 from rankloom.base.scoped import temporarily
 from rankloom.models.sequence_part import WHOLE, Packed, SequencePart
 from rankloom.parallel.context.part import Context
 from rankloom.parallel.context.tokens_apart import SomeTokens
 from rankloom.train.dropout import DropoutKey
-from rankloom.train.precision import cast_floats_in
 from rankloom.world.group import Group
 
 

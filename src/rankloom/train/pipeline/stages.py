@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rankloom.base.errors import BatchError, ConfigError, ModelMismatch, UnitError
 from rankloom.base.hooks import hook_gradient
 from rankloom.base.modes import evaluating
+from rankloom.base.nested import map_tensors
 from rankloom.base.tensors import as_bytes, digest
 from rankloom.checkpoint.manifest import Part
 from rankloom.comm.compress import Summing
@@ -40,7 +41,6 @@ from rankloom.shard.optimizer_state import PLAIN_VALUES, Entry
 from rankloom.train.batches import cut_batch
 from rankloom.train.engine import COUNT, Engine
 from rankloom.train.expert_books import ExpertBooks
-from rankloom.train.nested import map_tensors
 from rankloom.train.pipeline.pipe import ChosenPipe, expect_counted_on_one_rank, refuse_masks_in_several_stages
 from rankloom.train.pipeline.running_microbatch import RunningMicrobatch
 from rankloom.train.precision import UNMEASURED

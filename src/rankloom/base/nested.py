@@ -1,4 +1,5 @@
-"""Values nested in tuples, lists, dicts and dataclasses: change each tensor, or each value that has one entry per row, where it stands."""
+"""Values nested in tuples, lists, dicts and dataclasses: change or cast each tensor, or change each value that has one entry per row, where
+it stands."""
 
 import copy
 from collections import UserDict
@@ -9,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def map_tensors(change: Callable[[Any], Any], batch: Any, kind: type = Tensor) -> Any:
@@ -46,7 +48,7 @@ def _map_parts(change: Callable[[Any], Any], batch: Any) -> Any:
             changed[key] = change(batch[key])   # not `update`, which the outputs of `transformers` refuse
         return changed
     if isinstance(batch, list | tuple):
-        return with_values(batch, [change(value) for value in batch])
+        return _with_values(batch, [change(value) for value in batch])
     if is_dataclass(batch) and not isinstance(batch, type):
         twin = copy.copy(batch)
         for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):   # a field without a default may be unset
@@ -55,7 +57,7 @@ def _map_parts(change: Callable[[Any], Any], batch: Any) -> Any:
     return batch
 
 
-def with_values(given: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+def _with_values(given: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
     """A list or tuple of the class of `given` with these values, and its attributes, whatever arguments its constructor takes."""
     if isinstance(given, list):
         twin = copy.copy(given)
@@ -80,3 +82,35 @@ def _goes_by_rows(value: Any, rows: int) -> bool:
         return False
     columns = all(isinstance(entry, np.ndarray) and _goes_by_rows(entry, rows) for entry in value)   # as many as rows, by chance
     return not (columns or all_of(Tensor, value))
+
+
+def cast_floats_in(value: Any, dtype: torch.dtype | None) -> Any:
+    """The same nesting (torch's pytree, dicts, lists, tuples, dataclasses) with floats cast; None: none is. A value with nothing to cast
+    stays itself."""
+    if dtype is None:
+        return value
+    found, nesting = tree_flatten(value)
+    changed = [_cast_leaf(leaf, dtype) for leaf in found]
+    return tree_unflatten(changed, nesting) if any(new is not old for new, old in zip(changed, found)) else value
+
+
+def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, list | tuple):   # of a class of the user's: others are no leaves
+        parts = [cast_floats_in(part, dtype) for part in value]
+        return _with_values(value, parts) if any(new is not old for new, old in zip(parts, value)) else value
+    if isinstance(value, dict | UserDict):
+        held, put = dict(value), type(value).__setitem__
+    elif is_dataclass(value) and not isinstance(value, type | nn.Module):
+        held = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}   # one may be unset
+        put = object.__setattr__   # frozen dataclasses too
+    else:
+        return value
+    cast = {key: cast_floats_in(part, dtype) for key, part in held.items()}
+    if all(cast[key] is part for key, part in held.items()):
+        return value
+    changed = copy.copy(value)   # with its other attributes
+    for key, part in cast.items():
+        put(changed, key, part)
+    return changed
