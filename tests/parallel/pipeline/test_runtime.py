@@ -641,6 +641,19 @@ def test_clipping_over_all_stages_is_that_of_the_whole_model(name, mesh, order):
     assert seen == expected.keys()
 
 
+def test_a_tied_parameter_that_was_frozen_since_its_gradient_came_counts_once_in_the_norm():
+    def body(world):
+        pipe = rl.pipeline(gpt_pieces(make_gpt()), gpt_answer(make_gpt()), world, microbatches=2)
+        pipe.step(token_batches(2))
+        norm = pipe.clip_grad_norm_(1e9)
+        for stage in pipe.stages.values():
+            stage.requires_grad_(False)
+        return norm, pipe.clip_grad_norm_(1e9)
+
+    for trained, frozen in rl.simulate(2, body):
+        assert torch.equal(trained, frozen)
+
+
 def test_clipping_stages_of_which_only_some_were_cut_is_refused_on_all_ranks():
     def body(world):
         tensor = world.group("tensor")

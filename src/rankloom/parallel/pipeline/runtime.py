@@ -95,7 +95,7 @@ class Pipeline:
         if len(microbatches) != self.schedule.microbatches:
             raise BatchError(f"{self.group.where('step')}: {len(microbatches)} micro-batches for a schedule of "
                              f"{self.schedule.microbatches}; make one for the number there is")
-        tied = self._tied_here()
+        tied = [(param, ranks) for param, ranks in self._tied_here() if param.requires_grad]
         before = [param.grad for param, _ in tied]   # already summed over ranks
         for param, _ in tied:
             param.grad = None
@@ -230,14 +230,14 @@ class Pipeline:
         return receive.kind == "RECV_F" or self._messages.is_answered(receive)
 
     def _tied_here(self) -> list[tuple[nn.Parameter, list[int]]]:
-        """This rank's trained parameters that other ranks have too, each with all of its ranks, in the same order on every rank."""
+        """This rank's parameters that other ranks have too, each with all of its ranks, in the same order on every rank."""
         found = []
         for places in self._tied:
             held = {self.schedule.owner[stage]: (stage, name) for stage, name in reversed(places)}
             if self.group.rank in held:
                 stage, name = held[self.group.rank]
                 found.append((self.stages[stage].get_parameter(name), sorted(held)))
-        return [(param, ranks) for param, ranks in found if param.requires_grad]
+        return found
 
     # ------------------------------------------------------------------ before
 
