@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from rankloom.base.errors import CollectiveTimeout, RankLost
+from rankloom.base.errors import CollectiveTimeout, ConfigError, RankLost
 from rankloom.world.transport.ask import ask
 from rankloom.world.transport.meet import unset_keys
 
@@ -44,10 +44,12 @@ class Board:
 
         what:    which call it is about, for error messages
         seconds: after which it should have ended by itself; left out, the time-out
-        raises:  RankLost when the store is gone; CollectiveTimeout when it does not answer
+        raises:  RankLost when the store is gone; CollectiveTimeout when it does not answer; ConfigError where no thread can be started
         """
         try:
             return ask(question, self.timeout if seconds is None else seconds)
+        except ConfigError as error:
+            raise ConfigError(f"{self.me}: {what} of this group: {error}") from error
         except TimeoutError as error:
             raise CollectiveTimeout(f"{self.me}: {what} of this group: {error}") from None
         except dist.DistError as error:
@@ -86,7 +88,7 @@ class Board:
         """One line per rank: the last call or message it announced."""
         try:
             return self.ask(self._last_calls, "the last call", 0.0)
-        except (RankLost, CollectiveTimeout) as error:
+        except (RankLost, CollectiveTimeout, ConfigError) as error:
             return f"  not known. {error}"
 
     def _last_calls(self) -> str:

@@ -22,7 +22,7 @@ from rankloom.world.launch import Place, agent_keeps_store, debug_mode, find_pla
 from rankloom.world.leash import die_with
 from rankloom.world.malloc_tuning import keep_freed_memory
 from rankloom.world.program import expect_same_program
-from rankloom.world.transport.ask import ask
+from rankloom.world.transport.ask import ask, no_more_threads
 from rankloom.world.transport.meet import start_afresh
 from rankloom.world.world import World
 
@@ -96,13 +96,14 @@ def _meet(place: Place, timeout: float) -> dist.Store:
     try:
         _wait_for_meeting_point(place, host, port, timeout)
         store = _rendezvous(place, host, port, patience)
+    except ConfigError as error:
+        raise ConfigError(f"rank {place.rank} of {place.size}: {error}") from error
     except (ValueError, RuntimeError, OSError) as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(f"rank {place.rank} of {place.size}: port {port} is in use on this host, so ranks cannot meet there: set "
                               "MASTER_PORT to another") from error
-        if "start new thread" in str(error) or "Resource temporarily unavailable" in str(error):
-            raise ConfigError(f"rank {place.rank} of {place.size}: this host starts no more threads ({str(error).splitlines()[0]}): raise "
-                              "the limit of the user (ulimit -u) or of the container (pids.max), or use fewer ranks") from error
+        if "Resource temporarily unavailable" in str(error):   # torch starts threads, too
+            raise ConfigError(f"rank {place.rank} of {place.size}: {no_more_threads(error)}") from error
         raise RankLost(f"rank {place.rank} of {place.size} could not reach the meeting point MASTER_ADDR:MASTER_PORT = {host}:{port} "
                        f"in {time.monotonic() - begin:.1f} s: {str(error).splitlines()[0]}") from error
     store.set_timeout(patience)

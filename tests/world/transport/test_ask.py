@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import rankloom as rl
+from no_threads import no_thread_starts
 from patience import AT_ONCE, STARTED
 from rankloom.world.cluster import find_topology
 from rankloom.world.debug import Fingerprint, Inspector
@@ -20,6 +21,8 @@ from rankloom.world.transport.meet import start_afresh, wait_for
 from rankloom.world.transport.memory import map_together
 from rankloom.world.transport.nccl import Lane
 from rankloom.world.transport.router import DeviceRouter
+
+KERNELS = {"C": SimpleNamespace(segment_size=lambda size: 4096)}
 
 
 class Stopped(dist.Store):
@@ -60,14 +63,22 @@ def test_an_answer_and_an_error_come_back():
         ask.ask(lambda: {}["no"], 1.0)
 
 
+@pytest.mark.parametrize("meet", [
+    lambda store: wait_for(store, {"a": 0}, 1, 5.0),
+    lambda store: start_afresh(store, 1, 2, 5.0),
+    lambda store: map_together(store, 1, 2, KERNELS, 5.0),
+    lambda store: Inspector(store, 0, [1, 0], timeout=5.0).announce("send", torch.zeros(3), 1, 7),
+], ids=["wait", "start", "memory", "debug mode"])
+def test_where_no_thread_starts_to_ask_no_rank_and_no_store_is_blamed(meet):
+    with no_thread_starts(), pytest.raises(rl.ConfigError, match=r"^rank 1: .*this host starts no more threads .*start new.*\(ulimit -u\)"):
+        meet(dist.HashStore())
+
+
 def test_ranks_that_meet_do_not_wait_for_a_stopped_store(stopped):
     begin = time.monotonic()
     with pytest.raises(rl.RankLost, match=r"rank 1: the store of the job does not answer: .* is stopped, or its host is cut off"):
         wait_for(stopped, {"a": 0}, 1, 0.3)
     assert time.monotonic() - begin < AT_ONCE
-
-
-KERNELS = {"C": SimpleNamespace(segment_size=lambda size: 4096)}
 
 
 @pytest.mark.parametrize("first", [

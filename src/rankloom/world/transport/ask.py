@@ -9,6 +9,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from rankloom.base.errors import ConfigError
+
 SLACK = 2.0   # seconds to wait beyond the time-out of the question itself, whose error says more than this one
 T = TypeVar("T")
 
@@ -16,7 +18,7 @@ T = TypeVar("T")
 def ask(question: Callable[[], T], seconds: float) -> T:
     """What `question` returns or raises, in a thread that is left behind if it does not come back. price: 50 us
 
-    raises: TimeoutError when there is no answer within `seconds` and a little more
+    raises: TimeoutError when there is no answer within `seconds` and a little more; ConfigError where no thread can be started
     """
     answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
@@ -26,7 +28,10 @@ def ask(question: Callable[[], T], seconds: float) -> T:
         except BaseException as error:   # raised in the thread that waits
             answers.put((None, error))
 
-    threading.Thread(target=put_answer, daemon=True, name="rankloom-ask").start()
+    try:
+        threading.Thread(target=put_answer, daemon=True, name="rankloom-ask").start()
+    except RuntimeError as refusal:   # no other rank, and not the store, is to blame
+        raise ConfigError(no_more_threads(refusal)) from refusal
     try:
         answer, error = answers.get(timeout=seconds + SLACK)
     except Empty:
@@ -38,3 +43,9 @@ def ask(question: Callable[[], T], seconds: float) -> T:
         finally:
             del error   # its traceback refers to this frame, and that to what asked
     return answer   # type: ignore[return-value]
+
+
+def no_more_threads(error: Exception) -> str:
+    """What to say where Python, or torch, could not start a thread."""
+    return (f"this host starts no more threads ({str(error).splitlines()[0]}): raise the limit of the user (ulimit -u) or of the container "
+            "(pids.max), or use fewer ranks")

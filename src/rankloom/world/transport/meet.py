@@ -170,13 +170,15 @@ def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float,
     """Wait until every key is set; `keys` tells which rank sets each.
 
     until:  the key that one rank sets when it has seen them all, to wait for in their place; they tell who is missing
-    raises: RankLost naming those that did not come within `timeout` seconds; or at once, in a `Reunion`, any that is gone
+    raises: RankLost naming those that did not come within `timeout` seconds; or at once, in a `Reunion`, any that is gone; ConfigError
     """
     begin = time.monotonic()
     try:
         ask(lambda: _wait(store, [*keys] if until is None else [until], rank, timeout), timeout)
     except RankLost:   # a RuntimeError, too
         raise
+    except ConfigError as error:
+        raise ConfigError(f"rank {rank}: {error}") from error
     except TimeoutError as error:
         raise RankLost(f"rank {rank}: {error}") from None
     except RuntimeError as error:
@@ -187,11 +189,13 @@ def wait_for(store: dist.Store, keys: dict[str, int], rank: int, timeout: float,
 
 
 def ask_store(question: Callable[[], T], rank: int, timeout: float) -> T:
-    """`ask` something that does not wait in the store for another rank. raises: RankLost"""
+    """`ask` something that does not wait in the store for another rank. raises: RankLost, ConfigError"""
     try:
         return ask(question, timeout)
     except RankLost:   # a RuntimeError, too
         raise
+    except ConfigError as error:
+        raise ConfigError(f"rank {rank}: {error}") from error
     except TimeoutError as error:
         raise RankLost(f"rank {rank}: {error}") from None
     except RuntimeError as error:

@@ -107,7 +107,7 @@ def map_together(store: dist.Store, rank: int, size: int, kernels: dict[str, Any
 
 def _tell_why(problem: str, store: dist.Store, rank: int) -> None:
     """Tell the ranks that wait for this one. If the store is gone or stopped, they notice that themselves: it is not waited for again."""
-    with contextlib.suppress(RankLost):
+    with contextlib.suppress(RankLost, ConfigError):   # or this host starts no more threads, and it cannot be asked
         for key in (f"memory/{rank}", f"mapped/{rank}"):
             ask_store(partial(store.set, key, json.dumps(problem)), rank, 0)
 
