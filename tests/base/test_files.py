@@ -49,6 +49,8 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work():
     with pytest.raises(StorageError, match="--save /proc/links.json: /proc cannot be written"):
         expect_file("--save", Path("/proc/links.json"), ".json")
     expect_file("--save", None, ".json")
+    with pytest.raises(StorageError, match="cannot be written .File name too long.; give another folder"):   # or no permission to look
+        expect_file("--save", Path("x" * 300, "links.json"), ".json")
 
 
 @pytest.mark.parametrize(("text", "found"), [('{"a": 1}', {"a": 1}), ('{"a"', {}), ("[1]", {}), (None, {})])

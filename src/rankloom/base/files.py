@@ -83,9 +83,9 @@ def expect_file(flag: str, path: Path | None, *endings: str) -> None:
         return
     if path.suffix not in endings:
         raise ConfigError(f"{flag} {path}: expected a name that ends in {' or '.join(endings)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}")
     try:
+        if not path.parent.is_dir():
+            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}")
         _try_to_write(path.parent)
     except OSError as error:
         raise StorageError(f"{flag} {path}: {path.parent} cannot be written ({error.strerror}); give another folder") from None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, StorageError
 from rankloom.base.mesh import Mesh
 from rankloom.train.run.config import read_table
 from rankloom.train.run.scaling_runs import parse_ranks, plan_study
@@ -135,3 +135,5 @@ def test_a_folder_that_holds_runs_of_an_earlier_study_is_refused_before_the_firs
         (tmp_path / name / "model.safetensors").touch()
     with pytest.raises(ConfigError, match=r"--out .*: holds ranks-2 of an earlier study; give another folder"):
         plan_study(read_table(file), str(file), (), [1, 2, 4], steps=9, weak=False, threads=2, folder=tmp_path)
+    with pytest.raises(StorageError, match=r"--out x+: cannot be read .File name too long.; give another folder"):   # or no permission
+        plan_study(read_table(file), str(file), (), [1], steps=9, weak=False, threads=2, folder=Path("x" * 300))

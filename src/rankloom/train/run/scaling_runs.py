@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rankloom.base.errors import ConfigError
+from rankloom.base.errors import ConfigError, StorageError
 from rankloom.base.topology import Topology
 from rankloom.data.text import expect_source
 from rankloom.data.tokenizer import expect_tokenizer
@@ -84,7 +84,11 @@ def plan_study(table: Table, where: str, overrides: Sequence[str], ranks: Sequen
     shard = config.mesh.shard if ("mesh", "shard") in flags else None
     expect_source(config.data.source)
     expect_tokenizer(config.data.tokenizer)
-    if used := [run.name for run in (folder / f"ranks-{n}" for n in ranks) if holds_run(run)]:
+    try:
+        used = [run.name for run in (folder / f"ranks-{n}" for n in ranks) if holds_run(run)]
+    except OSError as error:   # no permission; a name that is too long
+        raise StorageError(f"--out {folder}: cannot be read ({error.strerror}); give another folder") from None
+    if used:
         raise ConfigError(f"--out {folder}: holds {', '.join(used)} of an earlier study; give another folder")
     plans = {}
     for n in ranks:
