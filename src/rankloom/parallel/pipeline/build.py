@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
 
 from torch import nn
 
-from rankloom.base.errors import ConfigError
 from rankloom.base.expect import expect_callable, expect_type
 from rankloom.parallel.pipeline.cut import Piece, balance, expect_pieces, find_tied, make_stages
-from rankloom.parallel.pipeline.measure import MeasuredPiece, measure_pieces, stage_costs
+from rankloom.parallel.pipeline.measure import MeasuredPiece, expect_example, measure_pieces, stage_costs
 from rankloom.parallel.pipeline.passes import send_gradients_first
 from rankloom.parallel.pipeline.runtime import HOOKS, Hooks, Loss, MicroBatch, Pipeline
 from rankloom.parallel.pipeline.search import named_schedule, stages_a_rank
@@ -40,7 +38,7 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     expect_pieces(pieces)
     expect_callable("loss", loss, "a function of the last piece's output and the second part of a micro-batch")
     stages = group.size * stages_a_rank(schedule, chunks)
-    _expect_example(example, memory)
+    expect_example(example, memory)
     measured = None if example is None else measure_pieces(pieces, example, loss, group)
     sizes = None if measured is None else sizes_by_measure(measured, stages, memory)
     costs = None if measured is None or sizes is None else stage_costs(measured, sizes)
@@ -52,14 +50,6 @@ def pipeline(pieces: Sequence[Piece], loss: Loss, group: Group, *, microbatches:
     if not any(param.is_meta for param in whole.parameters()):
         make_replicas_equal(whole, group)   # a tied parameter that differs would stay two
     return Pipeline({stage: modules[stage] for stage in runs.held_by(group.rank)}, group, runs, loss, tied=tied, hooks=hooks)
-
-
-def _expect_example(example: Any, memory: float | None) -> None:
-    if example is None and memory is not None:
-        raise ConfigError(f"memory={memory!r} has no meaning without an example to measure the pieces with")
-    if example is not None and not (isinstance(example, tuple | list) and len(example) == 2):
-        raise ConfigError(f"example: a micro-batch has two parts, what the first piece is called with and what the loss compares with; "
-                          f"this is a {type(example).__name__}")
 
 
 def sizes_by_measure(measured: Sequence[MeasuredPiece], stages: int, memory: float | None = None) -> list[int]:

@@ -46,6 +46,18 @@ class MeasuredPiece(NamedTuple):
         return self.forward + self.input + self.weight
 
 
+def expect_example(example: Any, memory: float | None, where: str = "") -> None:
+    """Check a micro-batch to measure pieces with, and the memory that has no meaning without one. where: what messages begin with
+
+    raises: ConfigError
+    """
+    if example is None and memory is not None:
+        raise ConfigError(f"{where}memory={memory!r} has no meaning without an example to measure the pieces with")
+    if example is not None and not (isinstance(example, tuple | list) and len(example) == 2):
+        raise ConfigError(f"{where}example: a micro-batch has two parts, what the first piece is called with and what the loss compares "
+                          f"with; this is a {type(example).__name__}")
+
+
 def measure_pieces(pieces: Sequence[Piece], microbatch: MicroBatch, loss: Loss, group: Group) -> list[MeasuredPiece]:
     """Time the pieces one after the other: medians over turns and ranks, the same on every rank, so that all cut alike. A collective.
 

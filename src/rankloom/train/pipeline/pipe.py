@@ -22,6 +22,7 @@ from rankloom.models.pieces import BeforeOutput, gpt_answer, gpt_pieces
 from rankloom.parallel.data import embeddings
 from rankloom.parallel.expert import expert_layers
 from rankloom.parallel.pipeline.cut import Piece, balance, multiplied_parameters, sequential_pieces
+from rankloom.parallel.pipeline.measure import expect_example
 from rankloom.parallel.pipeline.runtime import Loss
 from rankloom.train.dropout import Keyed
 from rankloom.train.pipeline.layer_pieces import layer_pieces, positional
@@ -66,12 +67,8 @@ class Pipe:
             raise ConfigError(f"pipe=rl.Pipe(sizes={self.sizes!r}): expected how many pieces each stage gets, as a list such as [3, 4, 2]")
         if self.sizes is not None and self.example is not None:
             raise ConfigError("rl.Pipe: sizes and example both say where to cut; leave one of them out")
-        if self.example is not None and not (isinstance(self.example, tuple | list) and len(self.example) == 2):
-            raise ConfigError(f"pipe=rl.Pipe(example=...): a micro-batch has two parts, what the first stage is called with and what the "
-                              f"loss compares with; this is a {type(self.example).__name__}")
         expect_type("pipe=rl.Pipe(memory=...): memory", self.memory, (Real, type(None)), "a number of bytes")
-        if self.memory is not None and self.example is None:
-            raise ConfigError(f"rl.Pipe: memory={self.memory!r} has no meaning without an example to measure the pieces with")
+        expect_example(self.example, self.memory, "rl.Pipe: ")
 
     @classmethod
     def of(cls, asked: "Pipe | str | None", model: nn.Module, loss: WholeLoss, precision: Precision) -> "ChosenPipe":
